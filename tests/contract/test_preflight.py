@@ -4,6 +4,7 @@ trainer.
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 
@@ -15,6 +16,7 @@ from posttrain.cli import main
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 from posttrain.core.training.preflight import PreflightError
+from posttrain.lm.loading import loading
 from posttrain.rl import (
     Agent,
     AgentCommand,
@@ -175,6 +177,21 @@ def test_flash_attention_that_is_not_there_is_said_before_a_model_is_loaded(make
         pytest.skip("it is there")
     with pytest.raises(ConfigError, match="flash_attention_2.*sdpa"):
         make(SFTTrainer, model_init_kwargs={"attn_implementation": "flash_attention_2"})
+
+
+@pytest.mark.parametrize(
+    ("implementation", "has_gpu", "message"),
+    [
+        ("kernels-community/flash-attn3", True, r"is a kernel of the Hub. Run: pip install 'kernels>="),
+        ("flash_attention_3", True, r"its package is not installed. Run: pip install 'kernels>=.*sdpa"),
+        ("flash_attention_4", False, "no GPU is visible. Run: pip install flash-attn-4, or 'kernels>=.*sdpa"),
+    ],
+)
+def test_a_flash_attention_says_what_it_needs(implementation, has_gpu, message, monkeypatch):
+    monkeypatch.setattr(loading.accelerator, "gpu", lambda: "cuda" if has_gpu else None)
+    assert re.search(message, loading.attention_problem(implementation))
+    monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: True)
+    assert (loading.attention_problem(implementation) is None) == has_gpu
 
 
 @pytest.mark.parametrize("agent", ["python agent.py", ["python", "agent.py"], Agent(AgentCommand(["python"]))])

@@ -220,6 +220,35 @@ def test_every_trainer_splits_matrices(name, shared, alone):
     assert_equal_runs(jobs.result(runs, name), jobs.result(alone, name))
 
 
+#: Trainers whose processes also have the tokens of a row between them, outside the matrices.
+BY_ROWS = {
+    "causal-lm": {}, "sft-packed": {"gradient_checkpointing": True}, "dpo": {}, "reward": {}, "grpo": {},
+}  # fmt: skip
+SEQUENCE = {"parallelism_config": {"tp_size": 2, "sp_size": 2}}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_two_processes_with_the_tokens_between_matrices_do_what_one_does(name, shared, alone):
+    def work(folder):
+        return [
+            [name, "train", {"name": name, "out": str(folder / name)} | SEQUENCE | options]
+            for name, options in BY_ROWS.items()
+        ]
+
+    assert_equal_runs(jobs.result(job(shared, "sp", work), name), jobs.result(alone, name))
+
+
+def test_tokens_between_matrices_are_divided_whatever_ran_before_a_layer_is_recomputed(shared):
+    archs = ["qwen3", "llama", "mistral", "gemma2"]
+    found = jobs.result(
+        job(shared, "between", lambda folder: [["all", "between_matrices", {"out": str(folder), "archs": archs}]]),
+        "all",
+    )
+    for arch in archs:
+        tokens, gap = found[arch]
+        assert tokens == [[4, 2, 7], [3, 1, 7]] and gap < 1e-5, arch
+
+
 #: Trainers whose models cannot be split, and what is said.
 UNSPLIT = {
     "classifier": "has no plan for splitting its matrices",
@@ -260,6 +289,12 @@ MISSET = {
     "processes": ("causal-lm", {"parallelism_config": {"tp_size": 4}}, "tp_size=4 does not divide the 2 processes"),
     "rows": ("causal-lm", {"parallelism_config": {"cp_size": 3}}, "cp_size=3 does not divide the 2 processes"),
     "zero": ("causal-lm", {"parallelism_config": {"tp_size": 0}}, "tp_size=0 is no number of processes"),
+    "tokens": ("sft-lora", SEQUENCE, "sp_size=2: Qwen3ForCausalLM has an adapter, which reads all tokens."),
+    "tiles": (
+        "causal-lm",
+        SEQUENCE | {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"mlp_tile": 4}},
+        "mlp_tile does not work with sp_size=2",
+    ),
     "name": ("causal-lm", {"parallelism_config": {"tensor_size": 2}}, "parallelism_config holds 'tensor_size'"),
     "shards": (
         "causal-lm",

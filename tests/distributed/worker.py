@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import weights
 from posttrain.core.checkpoint.store import get_last_checkpoint
-from posttrain.core.distributed import shard_settings, sharding
+from posttrain.core.distributed import shard_settings, sharding, tensor_parallel
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.optim import builder, by_name
@@ -251,6 +251,36 @@ def refused(name, out, model=None, **changes):
             TRAINERS[name](out, **split(1), **changes).train()
     except ValueError as error:
         return str(error)
+
+
+def between_matrices(out, archs):
+    """Of each architecture, whose layers are recomputed: how many tokens a norm between matrices was given on each
+    process, and by how much the gradients of two losses differ from those of one process, as a share of the largest.
+    """
+    TRAINERS["causal-lm"](out)  # starts the group of the processes
+    processes, ids = torch.distributed.get_world_size(), torch.arange(4, 18).view(2, 7)
+    mesh, found = init_device_mesh("cpu", (processes,), mesh_dim_names=("tp",)), {}
+    for arch in archs:
+        gradients, seen = [], []
+        for by_rows in (False, True):
+            model = tiny.causal_lm(arch)
+            if by_rows:
+                tensor_parallel.split(model, mesh, torch.device("cpu"), by_rows=True)
+                model.model.layers[1].input_layernorm.register_forward_pre_hook(
+                    lambda norm, inputs, seen=seen: seen.append(inputs[0].shape[1])
+                )
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            other = model(input_ids=ids[:, :3], labels=ids[:, :3], use_cache=False).loss
+            with torch.no_grad():  # of whole rows, before the layers are recomputed
+                model(input_ids=ids[:1], use_cache=False)
+            (loss + 2 * other).backward()
+            gradients.append([sharding.whole(parameter.grad) for parameter in model.parameters()])
+        gap = max((one - two).abs().max().item() for one, two in zip(*gradients, strict=True))
+        tokens = [None] * processes
+        torch.distributed.all_gather_object(tokens, seen[:3])
+        found[arch] = tokens, gap / max(one.abs().max().item() for one in gradients[0])
+    return found
 
 
 def loaded_in_parts(out, loaded=None, **changes):

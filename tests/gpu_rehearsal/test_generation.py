@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.data.pipeline import to_device
 from posttrain.lm.attention.padding_masks import announce_masks
@@ -11,6 +10,7 @@ from posttrain.rl.generation.local import LocalGenerator
 from posttrain.seq2seq.decoding import LeanGenerator
 from tests import tiny
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
+from tests.gpu_rehearsal.recorded import Recorded
 from tests.rl.generation.test_local import watch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")
@@ -100,38 +100,6 @@ def test_a_bounded_cache_is_within_its_bytes_and_writes_what_the_cpu_writes(monk
     config = tiny.causal_lm("qwen3").config
     token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     assert 0.5 * bound * token < max(size for size, _ in watched) <= bound * token
-
-
-class Recorded(EmulatedCuda):
-    """Takes down each operation as a CUDA graph would hold it: its numbers, and the addresses that it reads."""
-
-    tape: list | None = None
-
-    def begin(self):
-        self.tape, self.made, self.outside, self.alive = [], {}, set(), []
-
-    def run(self, func, args, kwargs):
-        if self.tape is None:
-            return super().run(func, args, kwargs)
-        self.tape.append((func._schema.name, *(tree_map(self._named, given) for given in (args, kwargs))))
-        out = super().run(func, args, kwargs)
-        self.alive.append((args, kwargs, out))  # so that no address is used twice
-        for tensor in tree_iter(out):
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in self.outside:
-                self.made.setdefault(storage, len(self.tape))
-        return out
-
-    def _named(self, value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        if not value.is_cuda and value.ndim == 0:  # a number of the host, which a graph holds by its value
-            return value.item()
-        storage = value.untyped_storage().data_ptr()
-        if storage not in self.made:
-            self.outside.add(storage)
-        where = ("made by", self.made[storage]) if storage in self.made else ("at", storage)
-        return value.device, where, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
 
 
 @pytest.mark.parametrize(

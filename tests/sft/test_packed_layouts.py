@@ -105,6 +105,22 @@ def test_packed_documents_train_as_if_alone(tmp_path, arch, implementation, rows
         assert max(len(lengths) for lengths in calls) > rows  # several documents a row reached the kernel
 
 
+@pytest.mark.parametrize("arch", ["gemma2", "mistral"])
+@pytest.mark.parametrize(
+    ("implementation", "version"),
+    [("flash_attention_3", 3), ("flash_attention_4", 4), ("kernels-community/flash-attn3", 3)],
+)
+def test_packed_documents_reach_every_flash_attention(tmp_path, arch, implementation, version, monkeypatch):
+    """Window, softcap, scale and borders by the parameters of each release."""
+    calls = stand_in_for_flash_attention(monkeypatch, any_dtype=True, version=version)
+    monkeypatch.setattr(flash_attention, "precision_problem", lambda *args: None)
+    trainer = trainer_of(tmp_path, model_of(arch, implementation), 2)
+    assert not trainer._reads_segments and "kernels-community/" in trainer.model.config._attn_implementation
+    calls.clear()
+    assert_as_alone(trainer, model_of(arch, "eager"))
+    assert max(map(len, calls)) > 2
+
+
 @pytest.mark.parametrize("options", [{"padding_free": True, "packing": False}, {"neftune_noise_alpha": 5.0}], ids=str)
 def test_flash_attention_is_told_of_documents_in_every_layout(tmp_path, options, monkeypatch):
     stand_in_for_flash_attention(monkeypatch, any_dtype=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.signatures.releases import RELEASES, Release, archive_of, fetch, package_of
+from tests.signatures.releases import FLASH_ATTENTION, RELEASES, Release, archive_of, fetch, package_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = frozenset(map(package_of, RELEASES))
@@ -94,6 +94,13 @@ def of_optimizers() -> Iterator[Use]:
                 base = kind.__mro__[-2]
                 yield Use(f"{base.__module__}.{base.__name__}", f"optim={name!r}", 1, frozenset(given))
     resumable.torchao_adamw.cache_clear()
+
+
+def of_flash_attention(version: int) -> Use:
+    """What a packed row needs of the kernel of that version; transformers calls it, and leaves out what it lacks."""
+    rule = {"causal", "softmax_scale", "window_size", "softcap", "deterministic"}
+    names = frozenset(rule | {f"{name}_{of}" for name in ("cu_seqlens", "max_seqlen") for of in "qk"})
+    return Use(FLASH_ATTENTION[version][1], f"attn_implementation='flash_attention_{version}'", 3, names)
 
 
 class _Reader:
@@ -206,11 +213,16 @@ class _Reader:
 def main() -> int:
     fetch()
     found, failed = uses(), 0
-    for name in RELEASES:
+    compared = [(name, package_of(name), found) for name in RELEASES]
+    compared += [
+        (name, path.partition(".")[0], [of_flash_attention(version)])
+        for version, (name, path) in FLASH_ATTENTION.items()
+    ]
+    for name, package, those in compared:
         archive = archive_of(name)
         assert archive is not None
-        release = Release(name, archive)
-        for use in (use for use in found if use.package == release.package):
+        release = Release(name, archive, package)
+        for use in (use for use in those if use.package == package):
             problem = use.problem(release)
             failed += problem is not None
             if use.positions is not None or problem:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import urllib.request
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,14 @@ RELEASES = (
     "deepspeed==0.19.8",
     "vllm==0.33.0",
 )
+#: What transformers calls for a model's `attn_implementation`, by the version in its name. The third has no package
+#: on PyPI: it is a folder of the sources of the second.
+FLASH_ATTENTION = {
+    2: ("flash-attn==2.8.3", "flash_attn.flash_attn_varlen_func"),
+    3: ("flash-attn-3==2.8.3", "hopper.flash_attn_interface.flash_attn_varlen_func"),
+    4: ("flash-attn-4==4.0.0b36", "flash_attn.cute.flash_attn_varlen_func"),
+}
+HOPPER = "https://github.com/Dao-AILab/flash-attention/archive/refs/tags/v2.8.3.tar.gz"
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain" / "releases"
 #: Sources, where the wheel is large or there is none. Their set-up is asked for the version and builds nothing.
 SOURCES = ("flash-attn", "deepspeed", "vllm")
@@ -40,16 +49,20 @@ def archive_of(release: str) -> Path | None:
 
 
 def fetch() -> None:
-    """Download the `RELEASES` that are not in `FOLDER` yet: 100 MB."""
+    """Download the `RELEASES` and those of `FLASH_ATTENTION` that are not in `FOLDER` yet: 100 MB."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as build:
-        missing = [release for release in RELEASES if archive_of(release) is None]
+        wanted = dict.fromkeys([*RELEASES, *(release for release, _ in FLASH_ATTENTION.values())])
+        missing = [release for release in wanted if archive_of(release) is None]
         if any(release.startswith("vllm") for release in missing):  # what its set-up imports
             needs = ["setuptools-rust", "setuptools-scm", "jinja2", "wheel", "packaging"]
             subprocess.run([*pip, "install", "--target", build, *needs], check=True)
         for release in missing:
             name, _, version = release.partition("==")
+            if name == "flash-attn-3":
+                urllib.request.urlretrieve(HOPPER, FOLDER / f"{package_of(release)}-{version}.tar.gz")
+                continue
             kind = "--no-binary" if name in SOURCES else "--only-binary"
             command = [*pip, "download", "--no-deps", "--no-build-isolation", kind, name, "--dest", str(FOLDER)]
             own = {"PYTHONPATH": build, "VLLM_VERSION_OVERRIDE": version} | QUIET
@@ -90,10 +103,10 @@ OPEN = Signature((), (), frozenset(), more=True, more_names=True)
 
 
 class Release:
-    """The modules of one release."""
+    """The modules of one release, in the folder `package` of its archive."""
 
-    def __init__(self, release: str, archive: Path) -> None:
-        self.package = package_of(release)
+    def __init__(self, release: str, archive: Path, package: str = "") -> None:
+        self.package = package or package_of(release)
         self.texts: dict[str, str] = {}
         self._bindings: dict[str, dict[str, ast.AST]] = {}
         if archive.suffix == ".whl":

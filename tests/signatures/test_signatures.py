@@ -4,6 +4,7 @@ import ast
 
 import pytest
 
+from tests import flash_stand_in
 from tests.signatures import calls, releases
 from tests.signatures.releases import Release, Signature
 
@@ -18,6 +19,20 @@ def test_every_call_fits_the_release(name):
     ours = [use for use in calls.uses() if use.package == release.package]
     assert [use for use in ours if use.positions is not None]
     assert not [(use, problem) for use in ours if (problem := use.problem(release))]
+
+
+@pytest.mark.parametrize("version", releases.FLASH_ATTENTION)
+def test_every_flash_attention_takes_what_packed_rows_need(version):
+    """The stand-in of the other tests has its parameters."""
+    name, path = releases.FLASH_ATTENTION[version]
+    use, stands_in = calls.of_flash_attention(version), flash_stand_in.signature_of(version)
+    known = Signature(tuple(stands_in.parameters), (), frozenset())
+    assert use.path == path and known.problem(3, set(use.names), False) is None
+    if (archive := releases.archive_of(name)) is None:
+        pytest.skip(f"{name} was not downloaded: make signatures")
+    release = Release(name, archive, path.partition(".")[0])
+    assert use.problem(release) is None
+    assert release.signature(path).names == tuple(stands_in.parameters)
 
 
 def test_what_does_not_fit_is_a_problem():

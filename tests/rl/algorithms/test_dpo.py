@@ -15,6 +15,7 @@ from posttrain.rl import DPOConfig, DPOTrainer, KTOTrainer
 from posttrain.rl.preference import precomputed
 from tests import tiny
 from tests.contract.trainers import arguments, preference_rows
+from tests.flash_stand_in import stand_in_for_flash_attention
 
 ROWS = preference_rows(16)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -86,6 +87,15 @@ def test_every_way_of_reading_gives_the_same_run(changes, lora, tmp_path):
         for name, value in record.items():
             if name != "num_tokens":  # a shared prompt is read once
                 assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared_prefix": False, "padding_free": True}], ids="shared flat".split())
+def test_a_model_with_flash_attention_reads_prompts_once_and_no_padding(changes, tmp_path, monkeypatch):
+    expected = logs(make(tmp_path / "plain", max_steps=2, **changes))
+    stand_in_for_flash_attention(monkeypatch, version=3)
+    model = tiny.causal_lm(attn_implementation="flash_attention_3")
+    found = logs(make(tmp_path / "flash", model=model, max_steps=2, **changes))
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
 
 
 @pytest.mark.parametrize("shared", [True, False])

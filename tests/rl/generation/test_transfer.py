@@ -92,6 +92,18 @@ def test_weights_leave_over_nccl_after_the_optimizer_has_written_them(monkeypatc
     assert order == ["written", "sent"] and sender._client.version == "two"
 
 
+def test_a_server_samples_after_its_device_has_taken_the_weights(monkeypatch):
+    """They are copied to it without a wait, from memory that the next weight takes."""
+    order = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: order.append("taken"))
+    receiver = GlooReceiver()
+    receiver.device, receiver._group = torch.device("cpu"), SimpleNamespace(broadcast=lambda weight: None)
+    receiver.model = SimpleNamespace(load_weights=lambda pairs: order.extend(name for name, _ in pairs))
+    receiver.update_weights({"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[2], [3]]})
+    assert order == ["a", "b", "taken"]
+
+
 @pytest.mark.long
 def test_weights_in_pieces_are_sent_by_the_first_process_while_all_gather_them(tmp_path):
     kinds = ("grpo", "grpo-lora")

@@ -37,6 +37,12 @@ def test_a_step_sends_what_the_table_says(trainer, mesh, processes, folder):
     assert found == TABLE[trainer][mesh][str(processes)], again
 
 
+def test_the_table_is_whole_and_as_the_command_wrote_it():
+    assert TABLE["digest"] == recorded.digest(TABLE)
+    assert [(trainer, mesh, size) for trainer, mesh, size in CELLS if str(size) in TABLE[trainer][mesh]] == CELLS
+    assert len(CELLS) == 9 * 7 * 3
+
+
 def parameters() -> int:
     from transformers import AutoModelForCausalLM
 
@@ -58,6 +64,29 @@ def test_ddp_and_fsdp_send_what_theory_says(processes, folder):
     assert found["reduce-scatter"].size == pytest.approx(whole, rel=0.01)
     units = recorded.LAYERS + 2  # and both embeddings
     assert (found["all-gather"].calls, found["reduce-scatter"].calls) == (2 * units + 1, units + 1)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_split_matrices_send_what_theory_says(by_rows, folder, monkeypatch):
+    """A layer sums its hidden states twice in each direction; or gathers tokens and sums those of each process, by
+    which less of them is kept: Shoeybi et al. 2019, Sec. 3, and Korthikanti et al. 2022, Sec. 4.2.
+    """
+    sizes = {"tp_size": 8} | ({"sp_size": 8} if by_rows else {})
+    monkeypatch.setattr(recorded, "meshes", lambda processes: {"TP": {"parallelism_config": sizes}})
+    monkeypatch.setitem(recorded.TRAINERS, "sft", {"gradient_checkpointing": False})
+    plan = recorded.measure("sft", "TP", 8, folder)
+    hidden = 4 * recorded.ROWS * recorded.LENGTH * recorded.WIDTH["hidden_size"]
+    found = {one.kind: one.size / hidden for one in plan.exchanges}
+    outside = 2  # the embedding, and the gradient of the head's input
+    if not by_rows:
+        assert found == {"all-reduce": pytest.approx(4 * recorded.LAYERS + outside, rel=0.01)}
+        return
+    # And the tokens before the last norm, and of the gradient behind the embedding.
+    assert found["all-gather"] == pytest.approx(4 * recorded.LAYERS + 2, rel=0.01)
+    assert found["reduce-scatter"] == pytest.approx(4 * recorded.LAYERS, rel=0.01)
+    assert found["all-reduce"] == pytest.approx(outside, rel=0.01)
+    monkeypatch.setattr(recorded, "meshes", lambda processes: {"TP": {"parallelism_config": {"tp_size": 8}}})
+    assert plan.activations < 0.65 * recorded.measure("sft", "TP", 8, folder).activations
 
 
 def test_accumulation_gathers_for_each_micro_batch_and_reduces_once(folder, monkeypatch):

@@ -222,6 +222,12 @@ def test_an_adapter_is_planned_as_on_its_base(folder, tmp_path):
     assert memory_plan.measure(run, workload(run)) == memory_plan.measure(new, workload(new))
 
 
+@pytest.mark.parametrize("implementation", ["flash_attention_3", "kernels-community/flash-attn3"])
+def test_flash_attention_is_planned_where_it_is_not_installed(implementation, folder):
+    run, named = a_run(folder), a_run(folder, attn_implementation=implementation)
+    assert memory_plan.measure(named, workload(named)) == memory_plan.measure(run, workload(run))
+
+
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_a_mixture_is_planned(arch, tmp_path):
     tiny.mixture_of_experts(arch=arch, hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path / "model")

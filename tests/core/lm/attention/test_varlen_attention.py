@@ -7,10 +7,11 @@ import torch
 import transformers
 
 from posttrain.core.models.wrapping import base_model
-from posttrain.lm.attention import document_kernels, varlen_attention
+from posttrain.lm.attention import context_parallel, document_kernels, varlen_attention
 from posttrain.lm.attention.document_kernels import block_mask
 from posttrain.lm.attention.segments import Segments, shared_beginning, without_padding
 from posttrain.lm.attention.varlen_attention import enable_segments, segment_attention, segments_problem
+from tests.flash_stand_in import stand_in_for_flash_attention
 from tests.tiny import causal_lm
 
 #: Two documents; a prompt with two completions, the second of which is continued twice.
@@ -293,15 +294,41 @@ def test_every_accelerator_is_given_flex_attention(device, monkeypatch):
     assert [one.device.type for one in given] == [device]
 
 
+@pytest.mark.parametrize("version", [2, 3, 4])
+@pytest.mark.parametrize("rule", ON_A_GPU, ids=str)
+def test_documents_are_computed_by_the_flash_attention_that_a_model_names(rule, version, monkeypatch):
+    segments = Segments.documents([5, 1, 9, 5])
+    calls = stand_in_for_flash_attention(monkeypatch, version=version)
+    causal_lm("qwen3", attn_implementation=f"flash_attention_{version}")
+    window, softcap = rule.get("window"), rule.get("softcap")
+    inputs = heads_of(segments, torch.bfloat16)
+    found = varlen_attention._on_gpu(*inputs, segments, 0.3, window, softcap)
+    expected = by_definition(*(tensor.float() for tensor in inputs), segments.dense_mask(window), 0.3, softcap)
+    assert calls == [segments.lengths] and found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_a_model_with_flash_attention_reads_segments_and_has_it_back(arch, monkeypatch):
+    stand_in_for_flash_attention(monkeypatch, any_dtype=True)
+    model = causal_lm(arch, attn_implementation="flash_attention_2")
+    before = model.config._attn_implementation
+    assert segments_problem(model) is None and model.config._attn_implementation == before
+    assert "knows no slices" in context_parallel.problem_of(model)
+    assert_texts_are_as_alone(model)
+    assert model.config._attn_implementation == ("segments_eager" if arch == "gemma2" else "segments_sdpa")
+
+
 @pytest.mark.parametrize("rule", ON_A_GPU, ids=str)
 def test_flash_attention_is_told_where_each_document_ends(rule, monkeypatch):
     segments = Segments.documents([5, 1, 9, 5])
 
-    def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, softmax_scale, causal, window_size, softcap):
+    def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, softmax_scale, causal, window_size, softcap, **rest):
         """`flash_attn.flash_attn_varlen_func` as its documentation has it: (T, H, D), a window of positions to the
         left.
         """
         assert causal and window_size[1] in (-1, 0) and longest_q == longest_k == 9 and ends_q.dtype == torch.int32
+        assert rest == {"deterministic": False}
         outputs = []
         for start, end in zip(ends_q.tolist(), ends_q.tolist()[1:], strict=False):
             distance = torch.arange(end - start)[:, None] - torch.arange(end - start)

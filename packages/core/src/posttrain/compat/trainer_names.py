@@ -233,7 +233,7 @@ class TrainerNames:
         return pipeline.num_examples(dataloader)
 
     def get_sp_size(self) -> int:
-        """Processes that share one row by sequence parallelism: 1."""
+        """Processes that share one row by sequence parallelism, beside those of `get_tp_size`: 1."""
         return 1
 
     @Settable

@@ -291,11 +291,13 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         return collator
 
     def _enable_segments(self) -> bool:
-        """Attend to each document by itself, which needs no mask; flash attention reads `position_ids`."""
-        if flash_attention.reads_boundaries(self.model) and isinstance(self.data_collator, SFTCollator):
-            # The noise of NEFTune is scaled by the length of a row, which must then stay.
-            layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
-            self.data_collator = dataclasses.replace(self.data_collator, **layout)
+        """Attend to each document by itself, which needs no mask; flash attention is told where documents end."""
+        if flash_attention.reads_boundaries(self.model):
+            if isinstance(self.data_collator, SFTCollator):
+                # The noise of NEFTune is scaled by the length of a row, which must then stay.
+                layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
+                self.data_collator = dataclasses.replace(self.data_collator, **layout)
+            return False
         if self.dist.device.type not in ("cpu", *accelerator.KINDS) or self.args.torch_compile:
             return False
         if self._aux_loss_coef:

@@ -101,7 +101,7 @@ def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
         raise ConfigError("posttrain plan", [str(error)]) from error
     peers = torch.distributed.new_group(list(range(cp))) if cp > 1 else None
     is_whole = settings is None and tp * ep == 1
-    return Mesh(None if is_whole else Division(settings, mesh, ep, keepers), peers)
+    return Mesh(None if is_whole else Division(settings, mesh, ep, keepers, sizes.get("sp_size", 1) > 1), peers)
 
 
 def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -> None:

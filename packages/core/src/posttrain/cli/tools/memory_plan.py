@@ -39,6 +39,7 @@ from posttrain.core.optim import builder
 from posttrain.core.registry import Run
 from posttrain.lm.attention import attention_blocks, context_parallel, varlen_attention
 from posttrain.lm.attention.activation_offloading import OffloadActivations
+from posttrain.lm.attention.flash_attention import is_flash_name
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.loading import adapters, loading, parts
 from posttrain.lm.loss import language_modeling, lm_head, tiles
@@ -353,15 +354,18 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     config.use_cache = run.config.use_cache
     dtype = config.dtype if options.dtype == "auto" else codec.dtype_named(options.dtype or "float32")
     kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": trusts(run)}
+    # Flash attention holds what the attention of this plan does, and its package may be on another machine alone.
+    is_flash = is_flash_name(options.attn_implementation)
     if options.attn_implementation:
-        kwargs["attn_implementation"] = options.attn_implementation
+        kwargs["attn_implementation"] = "eager" if is_flash else options.attn_implementation
     auto_class = work.auto_class
     if auto_class == loading.READING[0]:
         auto_class = loading.whole_class(config, auto_class, run.model.model_name_or_path)
     make = work.make or getattr(transformers, auto_class).from_config
     model: Any = make(config, **kwargs).train()
     slices = memory_mesh.cp_size(run.config) > 1  # their own attention
-    if model.config._attn_implementation == "sdpa" and not slices and not setting(config, "is_encoder_decoder"):
+    is_tiled = is_flash or model.config._attn_implementation == "sdpa"
+    if is_tiled and not slices and not setting(config, "is_encoder_decoder"):
         model.set_attn_implementation(_register_attention())
     if options.load_in_4bit or options.load_in_8bit:
         model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16

@@ -22,6 +22,8 @@ def argument_problems(sizes: dict[str, int], args: Any) -> Iterator[str]:
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
     if tp > 1:
         yield from shard_settings.piece_problems("tp_size", tp, "split", "split matrices", args)
+    if (sp := sizes.get("sp_size", 1)) > 1 and "mlp_tile" in (args.activation_checkpointing_kwargs or {}):
+        yield f"activation_checkpointing_kwargs: mlp_tile does not work with sp_size={sp}; leave one of them out"
     if cp > 1:
         yield from shard_settings.context_problems(cp, tp, args)
     if ep > 1:
@@ -95,6 +97,7 @@ class Division:
     #: All processes by the experts that they keep, see `sharding.make_expert_mesh`, where those with different experts
     #: read rows of their own; else None.
     expert_mesh: Any = None
+    by_rows: bool = False  # processes that split matrices have the tokens of a row between them elsewhere
 
 
 def cut(model: nn.Module, division: Division, device: torch.device, precision: str, frozen: bool = False) -> None:
@@ -103,7 +106,7 @@ def cut(model: nn.Module, division: Division, device: torch.device, precision: s
     """
     mesh, over, options = division.mesh, division.mesh, {}
     if "tp" in mesh.mesh_dim_names:
-        tensor_parallel.split(model, mesh["tp"], device, with_experts=division.experts > 1)
+        tensor_parallel.split(model, mesh["tp"], device, division.experts > 1, division.by_rows)
         over = mesh[data_dims(mesh)]
     if (keepers := division.expert_mesh) is not None:
         options["experts"] = expert_parallel.divide(model, keepers["expert"], keepers["alone"], device)

@@ -208,10 +208,10 @@ def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
             problems.append(f"parallelism_config: {name}={value!r} is no number of processes; set it to 1 or more")
         else:
             sizes[name] = int(value)
-    if sizes.get("sp_size", 1) > 1:
+    if sizes.get("sp_size", 1) not in (1, sizes.get("tp_size", 1)):
         problems.append(
-            f"parallelism_config: sp_size={sizes['sp_size']} is sequence parallelism, which this version does not "
-            "support; set it to 1, and cp_size to split long rows"
+            f"parallelism_config: sp_size={sizes['sp_size']} is sequence parallelism of the processes that split a "
+            "matrix; set tp_size to the same number, or leave it out, and set cp_size to split long rows"
         )
     return sizes
 

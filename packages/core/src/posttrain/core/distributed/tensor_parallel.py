@@ -22,6 +22,8 @@ from posttrain.core.distributed.sharding import SumGradient, is_piece
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part, setting
 
+#: Loads torch's DTensor, and with it much else.
+ROWS = "posttrain.core.distributed.sequence_parallel"
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.
 ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
 #: The style of a weight that every process holds whole and applies to its own heads.
@@ -38,14 +40,14 @@ def is_split(model: nn.Module) -> bool:
     return loaded_size(model) > 1
 
 
-def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool = False) -> None:
+def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool = False, by_rows: bool = False) -> None:
     """Split the matrices of `model` in place over the processes of `mesh`, a `DeviceMesh` of one dimension, by the plan
     of its architecture, and move it to `device`. Raises a `ValueError` where there is no plan, or heads or experts do
     not divide by the number of processes.
 
     Every process has it whole, or as ``from_pretrained(distributed_config=...)`` split it; the values of what is whole
     are those of the main process. `with_experts`: give each process some experts of a mixture whole, in place of a part
-    of each.
+    of each. `by_rows`: divide the tokens of a row between matrices (`sequence_parallel`).
     """
     base, size = base_model(model), mesh.size()
     is_loaded = loaded_size(base) == size
@@ -54,10 +56,15 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
     if not is_loaded and with_experts:
         expert_parallel.divide(model, mesh, mesh, device)
     _take_from_main(model, device)
+    if is_loaded and by_rows:
+        raise ValueError(f"sp_size={size}: load the model without distributed_config, which has split it otherwise.")
     if is_loaded:
         vars(base.config).pop("distributed_config", None)  # with it transformers saves from all processes together
-        _sum_partial_gradients(base, _plan(base, size), mesh)
+        plan = _plan(base, size)
+        _sum_partial_gradients(_partial(base, plan), mesh)
+        importlib.import_module(ROWS).Rows(mesh).share_inputs(base, plan)
         return
+    rows = importlib.import_module(ROWS)
     apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
     modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
     with expert_parallel.without_adapters(base):  # whose names no plan knows
@@ -66,8 +73,15 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
         plan = dict(_with_adapters(plan, modules))
     first_name = {id(parameter): name for name, parameter in parameters.items()}
     twins = [(name, first_name[id(p)]) for name, p in base.named_parameters(remove_duplicate=False)]
+    hidden, partial = rows.Rows(mesh), _partial(base, plan)
+    hidden.share_inputs(base, plan)
+    if by_rows:
+        if problem := rows.problem_of(model, size, plan, hidden):
+            raise ValueError(problem)
+        plan |= hidden.divide(base, plan)
+        partial += rows.norms_of(base)
     apply(base, mesh, {name: style for name, style in plan.items() if name in modules or name in parameters})
-    _sum_partial_gradients(base, plan, mesh)
+    _sum_partial_gradients(partial, mesh)
     now = dict(base.named_parameters())
     for name, first in twins:
         if name != first:  # a tied weight stays one
@@ -88,13 +102,17 @@ def _take_from_main(model: nn.Module, device: torch.device) -> None:
             tensor.detach().copy_(data)
 
 
-def _sum_partial_gradients(base: nn.Module, plan: dict[str, str], mesh: Any) -> None:
-    """Sum the gradients of weights that every process holds whole and applies to its own heads: of one backward pass,
-    where transformers sums ``weight.grad``, and with it what earlier micro-batches of the window left there.
+def _partial(base: nn.Module, plan: dict[str, str]) -> list[nn.Module]:
+    """Those whose weights every process holds whole, and applies to its own heads."""
+    return [module for name, module in base.named_modules() if plan.get(name) == PARTIAL]
+
+
+def _sum_partial_gradients(partial: list[nn.Module], mesh: Any) -> None:
+    """Sum the gradients of the weights of these modules over the processes: of one backward pass, where transformers
+    sums ``weight.grad``, and with it what earlier micro-batches of the window left there.
     """
-    modules, group = dict(base.named_modules()), mesh.get_group()
-    for name in [name for name, style in plan.items() if style == PARTIAL and name in modules]:
-        module: Any = modules[name]
+    group, module = mesh.get_group(), None
+    for module in partial:
         module.forward = functools.partial(_with_summed_gradients, module, group)
 
 

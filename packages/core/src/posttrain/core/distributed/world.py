@@ -179,6 +179,7 @@ class World:
             size of 1.
         peer_rank, peers: of this process among those that read the same rows.
         tp_size, cp_size: processes that split a matrix, or a row; one of them is 1.
+        sp_size: of those that split a matrix, those with the tokens of a row between matrices: all, or 1.
         ep_size: processes that have all experts of a mixture between them. They read rows of their own, but those that
             also split a matrix.
         precision: ``"bf16"``, ``"fp16"`` or ``"no"``.
@@ -197,6 +198,7 @@ class World:
         self.local_rank: int = accelerator.local_process_index
         self.is_main, self.is_local_main = self.process_index == 0, self.local_rank == 0
         self.tp_size, self.cp_size, self.ep_size = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+        self.sp_size = sizes.get("sp_size", 1)
         self.peers = self.tp_size * self.cp_size
         self.rank, self.peer_rank = divmod(self.process_index, self.peers)
         self.world_size = self.num_processes // self.peers

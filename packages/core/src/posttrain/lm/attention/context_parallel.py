@@ -31,6 +31,7 @@ from posttrain.core.distributed.world import WHOLE_ROWS, whole_rows
 from posttrain.core.models.wrapping import base_model, body_of, setting
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.attention_blocks import Blocks, Layout, piece_by_piece
+from posttrain.lm.attention.flash_attention import is_flash
 from posttrain.lm.attention.segments import Segments
 
 # ----------------------------------------------------------------------------------------------------- slicing a model
@@ -75,6 +76,8 @@ def problem_of(model: nn.Module) -> str | None:
         return f"{name} has no body apart from its head, whose rows could be cut."
     if setting(base.config, "output_router_logits"):
         return f"{name} adds a loss over the routes of all tokens (output_router_logits); each process has a slice."
+    if is_flash(body):
+        return f"{name} has flash attention, which knows no slices; load it with attn_implementation='sdpa'."
     with whole_rows():
         return varlen_attention.segments_problem(body)
 

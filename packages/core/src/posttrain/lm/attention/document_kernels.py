@@ -22,9 +22,12 @@ Kernel = Callable[..., torch.Tensor]
 
 def document_kernel(with_softcap: bool) -> Kernel | None:
     """(N, H, D) queries, (N, G, D) keys and values, the borders of documents, the longest, scale, window and softcap ->
-    (N, H, D). flash-attn's where it is installed; else torch's, which knows no softcap; None where neither is there.
+    (N, H, D). What transformers loaded for a model's `attn_implementation`, FlashAttention 2, 3 or 4; else flash-attn's
+    where it is installed; else torch's, which knows no softcap; None where none is there.
     """
-    return _choose(with_softcap, _has_flash_attn())
+    of_transformers = sys.modules.get("transformers.modeling_flash_attention_utils")
+    is_named = getattr(of_transformers, "_flash_varlen_fn", None) is not None
+    return _by_name if is_named else _choose(with_softcap, _has_flash_attn())
 
 
 @functools.cache
@@ -41,12 +44,22 @@ def _has_flash_attn() -> bool:
     return spec is not None and spec.origin is not None  # flash-attn-4 alone is a folder without a file of its own
 
 
+def _by_name(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    sizes: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    sizes |= {"max_length_q": longest, "max_length_k": longest, "sliding_window": window, "softcap": softcap or None}
+    rows = [tensor[None] for tensor in (query, key, value)]
+    return _flash_attention_forward(rows[0], rows[1], rows[2], None, len(query), True, softmax_scale=scale, **sizes)[0]
+
+
 def _by_flash_attn(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
     sizes = bounds, bounds, longest, longest
     sees = (-1, -1) if window is None else (window - 1, 0)
     options = {"softmax_scale": scale, "causal": True, "window_size": sees, "softcap": softcap}
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return flash_attn_varlen_func(query, key, value, *sizes, **options)
 
 

@@ -38,6 +38,7 @@ from posttrain.core.models.wrapping import (
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, layout_of, piece_by_piece
 from posttrain.lm.attention.document_kernels import block_mask, bounds_of, document_kernel
+from posttrain.lm.attention.flash_attention import is_flash, without_flash
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.images.image_positions import ImageExample, ImagePositions, shared_positions
 
@@ -52,7 +53,8 @@ def enable_segments(model: nn.Module, example: ImageExample | None = None) -> No
     """Let the forward of `model` accept ``segments``. Without them its results do not change.
 
     Registers an attention function with transformers and sets it as ``segments_<previous one>``, of a model that sees
-    for its decoder of text. Raises a `ValueError` for a problem from `segments_problem`.
+    for its decoder of text. In place of flash attention that is ``sdpa`` or ``eager``, and the kernel that was named
+    computes the documents. Raises a `ValueError` for a problem from `segments_problem`.
     """
     if problem := segments_problem(model, example):
         raise ValueError(problem)
@@ -120,7 +122,10 @@ _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], s
 
 
 def _underlying(model: nn.Module) -> str:
-    return (text_part(base_model(model)).config._attn_implementation or "eager").removeprefix(PREFIX)
+    reader = text_part(base_model(model))
+    if is_flash(reader):
+        return without_flash(reader)
+    return (reader.config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
 def _set_implementation(base: PretrainedModel, name: str) -> None:
@@ -183,15 +188,16 @@ def _prompts(base: PretrainedModel, example: ImageExample) -> Trial:
 @torch.no_grad()
 def _try(model: nn.Module, base: PretrainedModel, trial: Trial) -> str | None:
     name, reader, segments = type(base).__name__, text_part(base), trial[0]
-    before, lengths = reader.config._attn_implementation, segments.lengths
+    before, lengths, plain = reader.config._attn_implementation, segments.lengths, _underlying(base)
     row, texts = to_device(trial[1:], next(base.parameters()).device)
     alone = texts["input_ids"]
     documents: Sequence[torch.Tensor] = ()
     try:
         with eval_mode(model):
+            _set_implementation(reader, plain)
             expected = _scores(model(**texts, use_cache=False))
-            _set_implementation(reader, PREFIX + before.removeprefix(PREFIX))
-            if reader.config._attn_implementation == before and not before.startswith(PREFIX):
+            _set_implementation(reader, PREFIX + plain)
+            if reader.config._attn_implementation != PREFIX + plain:
                 return f"{name} does not look its attention up in transformers' AttentionInterface."
             found = _logits_of(model, row, segments)
             if alone.is_cuda and reader is base:

@@ -251,11 +251,16 @@ def loading_problems(
 
 def attention_problem(implementation: Any) -> str | None:
     """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or if unknown."""
-    if not isinstance(implementation, str) or "/" in implementation:  # a kernel of the Hub
+    if not isinstance(implementation, str):
         return None
     from transformers import utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
+    kernels = f"'kernels>={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}'"
+    if "/" in implementation:
+        needs = f"attn_implementation={implementation!r} is a kernel of the Hub. Run: pip install {kernels}"
+        return None if is_kernels_available() else needs
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
     name = implementation.removeprefix("paged|")
     if name not in known:
@@ -263,14 +268,18 @@ def attention_problem(implementation: Any) -> str | None:
         return (
             f"attn_implementation={implementation!r} is not one of {', '.join(k for k in known if '|' not in k)}{near}"
         )
-    there = getattr(utils, f"is_flash_attn_{name.removeprefix('flash_attention_')}_available", lambda: True)
-    if name.startswith("flash_attention_") and not there() and missing("kernels", "kernels") is not None:
-        lacks = "flash-attn is not installed" if accelerator.gpu() else "no GPU is visible"
-        return (
-            f"attn_implementation={implementation!r} cannot be used here: {lacks}. Run: pip install flash-attn (or "
-            "kernels) on a machine with a GPU, or set attn_implementation='sdpa'"
-        )
-    return None
+    version = name.removeprefix("flash_attention_")
+    if version == name or getattr(utils, f"is_flash_attn_{version}_available")():
+        return None
+    has_gpu, package = accelerator.gpu() is not None, {"2": "flash-attn", "4": "flash-attn-4"}.get(version)
+    if has_gpu and is_kernels_available():
+        return None
+    packages = f"{package}, or {kernels}," if package else kernels
+    return (
+        f"attn_implementation={implementation!r} cannot be used here: "
+        f"{'its package is not installed' if has_gpu else 'no GPU is visible'}. Run: pip install {packages} on a "
+        "machine with a GPU, or set attn_implementation='sdpa'"
+    )
 
 
 def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = True) -> MissingModelError | None:

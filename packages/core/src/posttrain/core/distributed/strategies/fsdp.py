@@ -128,7 +128,7 @@ class ModelParallel(FSDP):
         """With all processes by the experts that they keep, as a device mesh."""
         if self._exchanges_tokens and self._expert_mesh is None:
             self._expert_mesh = sharding.make_expert_mesh(self._processes(), self.ep_size)
-        return division.Division(self.sharding, self._processes(), self.ep_size, self._expert_mesh)
+        return division.Division(self.sharding, self._processes(), self.ep_size, self._expert_mesh, self.sp_size > 1)
 
     def _cut(self, model: nn.Module, frozen: bool = False) -> None:
         self._split.add(model)
