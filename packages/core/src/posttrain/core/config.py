@@ -445,7 +445,7 @@ class ConfigMeta(type):
         # Not the one that `dataclass` gives to each subclass, which would show secrets.
         written = (vars(owner)["__repr__"] for owner in cls.__mro__ if "__repr__" in vars(owner))
         own = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
-        cls.__repr__ = described if own is object.__repr__ else own  # type: ignore[method-assign]  # mypy takes none
+        cls.__repr__ = described if own is object.__repr__ else own  # type: ignore[assignment,method-assign]
         given = cls.accept_old_names(kwargs)
         removed = {name: given[name] for name, old in old_names(cls).items() if name in given and type(old) is Removed}
         kwargs, problems = translate_old_names(cls, given)

@@ -80,8 +80,8 @@ def _migrate(files: Iterable[Path], write: bool) -> int:
         notes = [(note.line, note.text) for note in done.notes]
         if notebook is not None and done.text != source:
             notes += [(line, f"install posttrain's packages too: {text}") for line, text in notebook.installs()]
-        for line, text in notes:
-            print(f"{file}:{line}: {text}" if notebook is None else f"{file}, {notebook.where(line)}: {text}")
+        for place, text in notes:
+            print(f"{file}:{place}: {text}" if notebook is None else f"{file}, {notebook.where(place)}: {text}")
     missing = [f"posttrain-{name}" for name in migration.PACKAGES if name not in migration.faces()]
     if missing:
         print(f"Not installed, so that what they have stays as it is: {', '.join(missing)}.")

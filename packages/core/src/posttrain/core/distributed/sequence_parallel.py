@@ -85,12 +85,12 @@ class Rows:
         return some.redistribute(placements=[Replicate()])
 
 
-def _to_rows(plain: type, rows: Rows) -> Any:
+def _to_rows(plain: Any, rows: Rows) -> Any:
     """The style of a matrix split by rows, of which each process then has the sums of its tokens. `plain`: that of
     transformers, which gives all of them to all.
     """
 
-    class ToRows(plain):
+    class ToRows(plain):  # type: ignore[misc]
         def transform_output_post_forward(self, module: Any, output: Any, mesh: Any) -> Any:
             self.output_layouts = Replicate() if rows.shape is None else Shard(1)
             return super().transform_output_post_forward(module, output, mesh)

@@ -349,7 +349,8 @@ def count_rows(inputs: Any) -> int:
 
 def _length_of_first(inputs: Any, kind: type) -> int:
     """The length of the first value of `kind` in `inputs`, or else in the containers therein; 0 where there is none."""
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, CONTAINERS) else [inputs]
+    values: Any = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+    values = inputs.values() if isinstance(inputs, Mapping) else values
     for value in values:
         if isinstance(value, kind) and not (isinstance(value, torch.Tensor) and not value.ndim):
             return len(value)

@@ -44,13 +44,16 @@ def _has_flash_attn() -> bool:
     return spec is not None and spec.origin is not None  # flash-attn-4 alone is a folder without a file of its own
 
 
-def _by_name(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
+def _by_name(*given: Any) -> torch.Tensor:
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
+    query, key, value, bounds, longest, scale, window, softcap = given
     sizes: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     sizes |= {"max_length_q": longest, "max_length_k": longest, "sliding_window": window, "softcap": softcap or None}
     rows = [tensor[None] for tensor in (query, key, value)]
-    return _flash_attention_forward(rows[0], rows[1], rows[2], None, len(query), True, softmax_scale=scale, **sizes)[0]
+    sizes |= {"attention_mask": None, "query_length": len(query), "is_causal": True, "softmax_scale": scale}
+    found: torch.Tensor = _flash_attention_forward(*rows, **sizes)
+    return found[0]
 
 
 def _by_flash_attn(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:

@@ -215,10 +215,10 @@ class ULDLoss(nn.Module):
         tokens = [ids.roll(-1, 1).flatten() for ids in (student_input_ids, teacher_input_ids)]
 
         def student(places: torch.Tensor) -> torch.Tensor:
-            return student_logits.flatten(0, 1)[places] / config.uld_student_temperature
+            return student_logits.flatten(0, 1)[places] / float(config.uld_student_temperature)
 
         def teacher(places: torch.Tensor) -> torch.Tensor:
-            return teacher_logits.flatten(0, 1)[places] / config.uld_teacher_temperature
+            return teacher_logits.flatten(0, 1)[places] / float(config.uld_teacher_temperature)
 
         def compared(how: Vocabularies) -> torch.Tensor:
             number = len(student_logits)
@@ -235,11 +235,11 @@ class ULDLoss(nn.Module):
             self.last_matched_loss = compared(Vocabularies(shared, beta, (1.0, 0.0)))
             self.last_unmatched_loss = compared(Vocabularies(shared, beta, (0.0, 1.0)))
             loss = matched * self.last_matched_loss + unmatched * self.last_unmatched_loss
-        loss = config.uld_distillation_weight * loss
+        loss = loss * float(config.uld_distillation_weight)
         if not config.uld_crossentropy_weight:
             return loss
         predicted = student_logits[:, :-1].flatten(0, 1), student_labels[:, 1:].flatten()
-        return loss + config.uld_crossentropy_weight * F.cross_entropy(*predicted, ignore_index=IGNORE_INDEX)
+        return loss + float(config.uld_crossentropy_weight) * F.cross_entropy(*predicted, ignore_index=IGNORE_INDEX)
 
     def _texts(self, labels: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor | None]) -> tuple[Texts, Texts]:
         """What is compared of student and teacher, among all positions with a logit."""
