@@ -160,6 +160,24 @@ def test_a_changed_history_begins_a_sequence_that_shares_the_reward(tmp_path):
     assert run.state.log_history[0]["agent/sequences"] == 2 and run.state.log_history[0]["agent/turns"] == 3
 
 
+async def branches(episode, row):
+    """Goes on from its first turn in two ways."""
+    said = [*row["prompt"], await episode.generate(row["prompt"], max_tokens=8)]
+    for more in ("Sure?", "Why?"):
+        await episode.generate([*said, {"role": "user", "content": more}], max_tokens=6)
+    return 1.0
+
+
+def test_a_turn_that_two_sequences_go_on_from_is_learned_from_once(tmp_path):
+    run = trainer(tmp_path, agent=branches, args=dict(max_completion_length=80))
+    for one in run.rollout_maker.sample(run.new_samples(ROWS[:4])):
+        main, other = one.sequences
+        assert sorted(number for each in one.sequences for number, _ in each.turns) == [0, 1, 2]
+        (_, (_, stop)), _ = main.turn_spans
+        assert other.prompt_ids[: len(main.prompt_ids) + stop] == [*main.prompt_ids, *main.ids[:stop]]
+        assert all(other.learn) and one.num_chosen == sum(main.learn) + len(other.ids)
+
+
 TRAINERS = {
     "rloo": (RLOOTrainer, RLOOConfig, {}),
     "reinforce++": (ReinforcePlusPlusTrainer, ReinforcePlusPlusConfig, {}),
