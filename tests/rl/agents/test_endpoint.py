@@ -268,10 +268,13 @@ def test_a_changed_history_begins_a_branch(agents):
     changed = [*said[:-1], {"role": "user", "content": "other"}]
     made.post(access, "chat/completions", {"messages": changed})
     made.post(access, "chat/completions", {"messages": [{"role": "user", "content": "summary"}]})
+    rewritten = [said[0], {"role": "assistant", "content": "shorter"}, *said[2:]]
+    made.post(access, "chat/completions", {"messages": rewritten})
     assert last["choices"][0]["message"]["content"].startswith("answer")
-    one, two, three, branch, alone = made.recorders[0].turns
-    assert (two.before, three.before, branch.before, alone.before) == (one, two, two, None)
-    assert made.recorders[0].sequences() == [[alone], [one, two, three], [one, two, branch]]
+    one, two, three, branch, alone, other = made.recorders[0].turns
+    assert (two.before, three.before, branch.before, alone.before, other.before) == (one, two, two, None, None)
+    assert made.recorders[0].sequences() == [[other], [one, two, three], [one, two, branch], [alone]]
+    assert "shorter" in TOKENIZER.decode(other.asked)
 
 
 def test_other_tools_begin_a_sequence(agents):
