@@ -157,6 +157,8 @@ def test_a_changed_history_begins_a_sequence_that_shares_the_reward(tmp_path):
         assert [message["role"] for message in one.completion] == ["assistant", "user", "assistant"]
         assert one.prompt == one.row["prompt"] and one.num_chosen == sum(main.learn) + sum(other.learn)
     assert run.rollout_maker.score(done).rewards[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    of_each = run.rollout_maker.of(done).of_completions(torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    assert of_each.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]  # as their advantages
     run.train()
     assert run.state.log_history[0]["agent/sequences"] == 2 and run.state.log_history[0]["agent/turns"] == 3
 
