@@ -20,8 +20,9 @@ the slow episodes 2.3 s.
 training waits for a rollout, and the mean age of what it learns from, with `max_staleness` and `sample_ahead`.
 
 `overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
-(`generate`), through HTTP, and in the rollout process: what a turn costs beyond that, and the trainer's memory of an
-episode in flight.
+(`generate`) and through HTTP, with the agents in the trainer's process and in the rollout process: what a turn costs
+beyond that, the processor time of the trainer's process in it, where agents and their HTTP clients may be too, and the
+trainer's memory of an episode in flight.
 
 `busy reward`: a reward function that computes in Python while the policy is trained (`max_staleness=2`), in a thread
 and in the rollout process: how much longer a training step takes than with a reward function that costs nothing.
@@ -386,14 +387,16 @@ def asks(through_http: bool, turns: int):
 def overhead() -> None:
     turns = 8
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("in Python", "through HTTP", "in the rollout process"):
-            through_http, apart = name == "through HTTP", name == "in the rollout process"
+        for through_http, apart in itertools.product((False, True), (False, True)):
+            name = f"{'through HTTP' if through_http else 'in Python'}{', in the rollout process' if apart else ''}"
             if through_http and not _has("httpx", "uvicorn"):
-                print("through HTTP: httpx and uvicorn are not installed")
+                print(f"{name}: httpx and uvicorn are not installed")
                 continue
             run = trainer(Agent(asks(through_http, turns)), folder, model(64, 1), Server(), rollout_process=apart)
             seconds(run, [{"number": 0}] * 8)
-            each = (seconds(run, [{"number": i} for i in range(EPISODES)]) - turns * LATENCY) / (EPISODES * turns) * 1e3
+            began, many = time.process_time(), EPISODES * turns
+            each = (seconds(run, [{"number": i} for i in range(EPISODES)]) - turns * LATENCY) / many * 1e3
+            own = (time.process_time() - began) / many * 1e3
             held = []
             for number in (EPISODES // 4, EPISODES):
                 tracemalloc.start()
@@ -401,8 +404,8 @@ def overhead() -> None:
                 held.append(f"{tracemalloc.get_traced_memory()[1] / number / 1024:.0f}")
                 tracemalloc.stop()
             print(
-                f"overhead {name}: {each:.2f} ms a turn; {held[0]} KiB an episode of {EPISODES // 4}, {held[1]} KiB of "
-                f"{EPISODES}",
+                f"overhead {name}: {each:.2f} ms a turn, {own:.2f} ms of the processor; {held[0]} KiB an episode of "
+                f"{EPISODES // 4}, {held[1]} KiB of {EPISODES}",
                 flush=True,
             )
 

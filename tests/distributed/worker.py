@@ -10,7 +10,9 @@ import faulthandler
 import functools
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -788,12 +790,78 @@ def asynchronous(out, **changes):
     }  # fmt: skip
 
 
+def left_in_wait(out, hears):
+    """A run that samples ahead, left by a signal to process `hears` while it waits for a rollout of process 1, and gone
+    on with; and one that was not left. What the engine writes depends on seeds alone.
+    """
+    from posttrain.rl import GRPOConfig, GRPOTrainer
+    from posttrain.rl.generation import Completions
+    from posttrain.rl.online.asynchronous import Background
+    from posttrain.rl.online.ledger import audit
+    from tests.contract.trainers import digit_sum, text_rows
+
+    class Written:
+        has_own_weights = True
+
+        def sync_weights(self, model):
+            pass
+
+        def generate(self, prompts, n, sampling, seeds):
+            ids = [[5 + seed // 7**place % 20 for place in range(2 + seed % 4)] for seed in seeds]
+            return Completions(ids, [[-3.0 - seed % 3] * len(own) for seed, own in zip(seeds, ids, strict=True)],
+                               [True] * len(ids))  # fmt: skip
+
+    rank, heard, ended, has = int(os.environ["RANK"]), [], threading.Event(), Background.has
+
+    def leaves(background, *given):
+        if not (there := has(background, *given)) and rank == hears and not heard:
+            heard.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+        return there
+
+    class Ends(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            ended.set()
+
+    def trainer_in(name, holds=False):
+        def reward(completion_ids):
+            if holds and rank == 1 and trainer.state.global_step > 1:
+                assert ended.wait(60), "the signal was not heard"
+            return digit_sum(completion_ids)
+
+        trainer = GRPOTrainer(
+            tiny.causal_lm(initializer_range=0.1), reward,
+            arguments(
+                GRPOConfig, Path(out) / name, num_generations=2, max_completion_length=6, max_steps=6, max_staleness=2,
+                save_on_signal=True, num_train_epochs=9, ddp_timeout=60, gradient_checkpointing=False, **split(2),
+            ),
+            [{"prompt": row["prompt"]} for row in text_rows(9)], None, tiny.tokenizer(), generator=Written(),
+            callbacks=[Ends()] if holds else [],
+        )  # fmt: skip
+        return trainer
+
+    straight, left, code = trainer_in("straight"), trainer_in("left", holds=True), None
+    straight.train()
+    with mock.patch.object(Background, "has", leaves):
+        try:
+            left.train()
+        except SystemExit as end:
+            code = end.code
+    seconds = time.monotonic() - heard[0] if heard else None
+    found = {"codes": left.dist.gather_object((code, left.state.global_step)), "expected": whole(straight)}
+    found["seconds"] = left.dist.gather_object(seconds)[hears]
+    resumed = trainer_in("left")
+    resumed.train(resume_from_checkpoint=True)
+    found |= {"weights": whole(resumed), "problems": audit(Path(out) / "left").problems}
+    for name, each in (("log", resumed), ("expected_log", straight)):
+        found[name] = [(r["step"], r["loss"], r["reward"]) for r in history(each) if "loss" in r]
+    return found
+
+
 def rollout_worker(out, fails="", cut=None, resume=None, waits=0.0, **changes):
     """Learn from what a rollout worker gives. It `waits` so many seconds before the second step, or `fails` there: as a
     worker ("health"), or while it gets weights ("send").
     """
-    import threading
-
     from posttrain.rl.online import rollout_worker
     from tests.rl.online import test_rollout_worker
 

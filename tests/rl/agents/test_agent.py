@@ -133,6 +133,7 @@ def test_it_trains_on_the_tokens_that_were_sampled_and_on_no_others(tmp_path):
         for row in range(len(rollout)):
             learned += rollout.completion_ids[row][rollout.loss_mask[row]].tolist()
     assert sorted(learned) == sorted(token for _, ids in engine.written for token in ids)
+    assert all(rollout.sampling_logps[rollout.loss_mask].lt(0).all() for rollout in rollouts)
     assert not run.old_logps.recomputes  # the engine's log-probabilities are those of a forward of all turns
 
 
@@ -156,8 +157,28 @@ def test_a_changed_history_begins_a_sequence_that_shares_the_reward(tmp_path):
         assert [message["role"] for message in one.completion] == ["assistant", "user", "assistant"]
         assert one.prompt == one.row["prompt"] and one.num_chosen == sum(main.learn) + sum(other.learn)
     assert run.rollout_maker.score(done).rewards[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    of_each = run.rollout_maker.of(done).of_completions(torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    assert of_each.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]  # as their advantages
     run.train()
     assert run.state.log_history[0]["agent/sequences"] == 2 and run.state.log_history[0]["agent/turns"] == 3
+
+
+async def branches(episode, row):
+    """Goes on from its first turn in two ways."""
+    said = [*row["prompt"], await episode.generate(row["prompt"], max_tokens=8)]
+    for more in ("Sure?", "Why?"):
+        await episode.generate([*said, {"role": "user", "content": more}], max_tokens=6)
+    return 1.0
+
+
+def test_a_turn_that_two_sequences_go_on_from_is_learned_from_once(tmp_path):
+    run = trainer(tmp_path, agent=branches, args=dict(max_completion_length=80))
+    for one in run.rollout_maker.sample(run.new_samples(ROWS[:4])):
+        main, other = one.sequences
+        assert sorted(number for each in one.sequences for number, _ in each.turns) == [0, 1, 2]
+        (_, (_, stop)), _ = main.turn_spans
+        assert other.prompt_ids[: len(main.prompt_ids) + stop] == [*main.prompt_ids, *main.ids[:stop]]
+        assert all(other.learn) and one.num_chosen == sum(main.learn) + len(other.ids)
 
 
 TRAINERS = {
@@ -483,6 +504,29 @@ def test_rollouts_of_agents_are_made_while_the_policy_is_trained(tmp_path, is_co
     assert run.state.global_step == 3 and {0, 1} <= {*order} and (not is_concurrent or second.is_set())
     logged = [record["staleness/max"] for record in run.state.log_history if "staleness/max" in record]
     assert logged and max(logged) <= 2
+
+
+def test_each_token_of_an_episode_knows_the_weights_that_wrote_it(tmp_path):
+    class Engine(CopiedGenerator):
+        """Says that each turn of an episode was written by other weights."""
+
+        is_concurrent, updates_in_flight, lock = True, True, threading.Lock()
+
+        def generate(self, prompts, n, *given):
+            with self.lock:
+                done = super().generate(prompts, n, *given)
+            turns = [TOKENIZER.decode(prompt).count("<|im_start|>assistant") for prompt in prompts for _ in range(n)]
+            return replace(done, versions=[[turn] * len(ids) for turn, ids in zip(turns, done.ids, strict=True)])
+
+    engine = Engine(LocalGenerator(TOKENIZER))
+    run = trainer(tmp_path, agent=forgets, generator=engine, args=dict(max_staleness=1, max_completion_length=60))
+    rollouts, make = [], run.make_rollout
+    run.make_rollout = lambda batches: rollouts.append(make(batches)) or rollouts[-1]
+    run.train()
+    for rollout in rollouts:
+        for row in range(len(rollout)):
+            learned = rollout.versions[row][rollout.loss_mask[row]].tolist()
+            assert learned == sorted(learned) and set(learned) == ({1, 2} if row % 2 == 0 else {1})
 
 
 def test_no_more_episodes_run_than_may_where_rollouts_overlap(tmp_path):

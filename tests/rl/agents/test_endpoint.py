@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import select
+import socket
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
+from posttrain.rl.agents.agent import Agent  # noqa: E402
 from posttrain.rl.agents.endpoint import Endpoint, allow_connections  # noqa: E402
 from posttrain.rl.agents.recorder import Recorder, Written  # noqa: E402
 from posttrain.rl.generation.protocol import Sampling  # noqa: E402
@@ -266,10 +268,25 @@ def test_a_changed_history_begins_a_branch(agents):
     changed = [*said[:-1], {"role": "user", "content": "other"}]
     made.post(access, "chat/completions", {"messages": changed})
     made.post(access, "chat/completions", {"messages": [{"role": "user", "content": "summary"}]})
+    rewritten = [said[0], {"role": "assistant", "content": "shorter"}, *said[2:]]
+    made.post(access, "chat/completions", {"messages": rewritten})
     assert last["choices"][0]["message"]["content"].startswith("answer")
-    one, two, three, branch, alone = made.recorders[0].turns
-    assert (two.before, three.before, branch.before, alone.before) == (one, two, two, None)
-    assert made.recorders[0].sequences() == [[alone], [one, two, three], [one, two, branch]]
+    one, two, three, branch, alone, other = made.recorders[0].turns
+    assert (two.before, three.before, branch.before, alone.before, other.before) == (one, two, two, None, None)
+    assert made.recorders[0].sequences() == [[other], [one, two, three], [one, two, branch], [alone]]
+    assert "shorter" in TOKENIZER.decode(other.asked)
+
+
+def test_other_tools_begin_a_sequence(agents):
+    """They are described before the conversation, whose tokens would be others."""
+    made = agents(lambda prompt: "Yes.")
+    access, said = made.open(), list(ASKED)
+    for tools in (TOOLS, TOOLS, []):
+        answer = made.post(access, "chat/completions", {"messages": said, "tools": tools}).json()
+        said += [answer["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+    first, second, third = made.recorders[0].turns
+    assert second.before is first and third.before is None
+    assert third.asked == CODEC.encode(said[:-2]) and "add" not in TOKENIZER.decode(third.asked)
 
 
 def test_no_two_calls_of_a_trajectory_have_one_id(agents):
@@ -311,6 +328,16 @@ def test_whose_key_opens_what(agents):
     made.endpoint.shut(one)
     assert made.post(one, "chat/completions", body).status_code == 401
     assert not any(recorder.turns for recorder in made.recorders)
+
+
+@pytest.mark.parametrize("options", [{}, {"host": Agent(sums).host}], ids=["endpoint", "agent"])
+def test_programs_of_this_machine_alone_are_answered_unless_asked_otherwise(agents, options):
+    made = agents(sums, **options)
+    url = httpx.URL(made.open().url)
+    assert url.host == "127.0.0.1"
+    socket.create_connection((url.host, url.port), timeout=5).close()
+    with pytest.raises((ConnectionRefusedError, TimeoutError)):  # another address of this machine
+        socket.create_connection(("127.0.0.2", url.port), timeout=5)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1"])

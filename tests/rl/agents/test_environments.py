@@ -111,13 +111,37 @@ def test_several_turns_until_nothing_is_asked_for():
     environments = Environments([add, slow])
     [one] = converse(environments, [one], CODEC, go_on, 500)
     assert [m["content"] for m in one.completion if m["role"] == "tool"] == ["2", "4", "-9"]
-    assert environments.counts == {"calls": 3, "failures": 0, "turns": 0, "tokens": 0}
+    assert environments.counts == {"calls": 3, "failures": 0, "turns": 0, "tokens": 0, "seconds": 0}
 
 
 def test_turns_are_bounded():
     one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2), "unreachable")
     [one] = converse(Environments([add], max_turns=1), [one], CODEC, go_on, 500)
     assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"] and one.ending == "turns"
+
+
+def test_a_conversation_that_takes_too_long_calls_no_more_tools(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("posttrain.rl.agents.environments.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def wait(a: int):
+        """Wait.
+
+        Args:
+            a: A number.
+        """
+        clock[0] += 2
+        return a
+
+    others, found = sample("It is 2."), {}
+    for seconds in (1, 60):
+        environments = Environments([wait], seconds=seconds)
+        (go_on, _), one = writer(call("wait", a=2), "done", "unreachable"), sample(call("wait", a=1))
+        found[seconds] = converse(environments, [one, others], CODEC, go_on, 500)
+        assert environments.counts["seconds"] == (seconds == 1)
+    (cut, short), (whole, _) = found[1], found[60]
+    assert cut.ending == "seconds" and [m["role"] for m in cut.completion] == ["assistant", "tool", "assistant"]
+    assert not whole.ending and len(whole.completion) == 5 and short.completion == others.completion
 
 
 def test_an_answer_that_does_not_fit_is_left_out():

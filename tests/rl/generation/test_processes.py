@@ -56,3 +56,14 @@ def test_two_processes_sample_ahead_and_send_weights_again_together(done):
     assert found["problems"] == [] and found["ages"] == [0, 1, 2]
     assert found["steps"] == [step for step in range(1, 7) for _ in range(8)]
     assert found["syncs"] == [6, 6]  # of steps 0 to 3, and two that were repeated
+
+
+@pytest.mark.parametrize("hears", [0, 1])
+def test_processes_leave_a_run_together_while_one_waits_for_its_rollout(hears, tmp_path):
+    """A signal to one of them is not heard at the end of the step alone, and the run goes on to the same bits."""
+    jobs.do(2, [["left", "left_in_wait", {"out": str(tmp_path), "hears": hears}]], tmp_path)
+    found = jobs.result(tmp_path, "left")
+    (code, step), other = found["codes"]
+    assert code == 143 and other == (code, step) and 2 <= step < 6 and found["seconds"] < 30
+    assert found["problems"] == [] and found["log"] == found["expected_log"]
+    assert all(torch.equal(value, found["expected"][name]) for name, value in found["weights"].items())

@@ -80,11 +80,11 @@ def test_the_first_turn_of_a_branch_answers_what_stands_behind_the_turn_before()
 
 
 def test_rewards_of_functions_are_weighed_and_those_of_the_whole_kept_apart():
-    given = [{1: TurnRewards([1.0, None])}, {}]
+    given = [{1: TurnRewards([1.0, None], outcome=3.0)}, {}]
     two = [sample(([1], True), ([7], False), ([2], True)), sample(([1], True))]
-    rewards = torch.tensor([[5.0, 1.0], [NAN, 4.0]])
+    rewards = torch.tensor([[5.0, 4.0], [NAN, 4.0]])
     (first, states), (second, _) = credit.weighted(two, rewards, given, torch.tensor([1.0, 0.5]))
-    assert list(first.turns) == [0.5, None] and first.outcome == 5.0 and len(states) == 2
+    assert list(first.turns) == [0.5, None] and first.outcome == 5.0 + 0.5 * 3.0 and len(states) == 2
     assert list(second.turns) == [None] and second.outcome == 2.0
 
 

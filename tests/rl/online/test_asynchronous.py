@@ -786,6 +786,28 @@ def test_a_group_is_waited_for_before_it_is_too_old(tmp_path):
     assert steps_of_first(found) == {4}  # by when it is three steps old
 
 
+def test_a_run_is_left_while_it_waits_for_a_group_that_must_not_get_older(tmp_path):
+    """Others have ended, and would make a rollout if they alone were asked for."""
+    ended = threading.Event()
+
+    class Leaves(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+        def on_save(self, args, state, control, **kwargs):
+            ended.set()
+
+    left = carrying(tmp_path, lambda prompt, _: prompt == FIRST and not ended.is_set(), [Leaves()], save_on_signal=True)
+    with pytest.raises(SystemExit):
+        left.train()
+    assert left.state.global_step == 3
+    resumed = carrying(tmp_path, lambda *_: False, save_on_signal=True)
+    resumed.train(resume_from_checkpoint=True)
+    found = audit(tmp_path)
+    assert found.problems == [] and resumed.state.global_step == 6 and len(found.used) == 8 * 6
+
+
 def test_a_run_that_resumes_samples_again_what_was_carried_and_nothing_else(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 1}
 

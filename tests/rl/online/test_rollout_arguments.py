@@ -226,24 +226,31 @@ def test_the_reference_moves_by_its_share(alpha, tmp_path):
     torch.testing.assert_close(reference, alpha * after + (1 - alpha) * before)
 
 
-def test_turns_with_tools_are_bounded_by_the_argument(tmp_path):
+@pytest.mark.parametrize("bound", ["turns", "seconds"])
+def test_turns_with_tools_are_bounded_by_the_argument(bound, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("posttrain.rl.agents.environments.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
     def calculator(expression: str) -> str:
         """Compute.
 
         Args:
             expression: What.
         """
+        clock[0] += 1
         return "7"
 
+    limit = {"turns": {"max_tool_calling_iterations": 1}, "seconds": {"max_tool_calling_seconds": 0.5}}[bound]
     asks = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
     engine = Scripted(asks, asks, asks, asks)
     run = trainer(
-        tmp_path, rows=CHATS, options={"generator": engine, "tools": [calculator]}, max_tool_calling_iterations=1,
-        max_completion_length=400, max_steps=1,
+        tmp_path, rows=CHATS, options={"generator": engine, "tools": [calculator]}, max_completion_length=400,
+        max_steps=1, **limit,
     )  # fmt: skip
     run.train()
-    assert len(engine.calls) == 2 and logged(run, "tools/call_frequency") == [1.0]
-    assert logged(run, "tools/cut/turns") == [1.0] and logged(run, "tools/cut/tokens") == [0.0]
+    assert len(engine.calls) == 2
+    for why in ("turns", "tokens", "seconds"):
+        assert logged(run, f"tools/cut/{why}") == [float(why == bound)]
 
 
 def test_tools_can_be_set_between_two_rollouts(tmp_path):

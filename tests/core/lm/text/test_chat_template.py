@@ -1,4 +1,6 @@
 import copy
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,6 +167,40 @@ def test_white_space_that_the_tokenizer_hides_from_positions_is_not_trained_on()
     before = tok.backend_tokenizer.to_str()
     assert trained(CHATML, tok=tok)[0] == ["A one<|im_end|>\n", "A two<|im_end|>\n"]
     assert tok.backend_tokenizer.to_str() == before
+
+
+@pytest.mark.parametrize("spans", [None, [[(0, 3)]]])
+def test_threads_that_tokenize_at_the_same_time_leave_the_tokenizer_as_it_was(spans):
+    """Such as those of rollouts that overlap: one that began while another had taken the post-processor out kept it."""
+    tok, second_is_in = copy.deepcopy(tokenizer()), threading.Event()
+
+    class Backend:
+        post_processor = processor = object()
+
+        def __init__(self):
+            self.no_truncation = self.no_padding = lambda: None
+            self.calls, self.first_has_ended = 0, threading.Event()
+
+        def encode_batch(self, texts, **options):
+            self.calls += 1
+            if self.calls == 1:
+                second_is_in.wait(0.3)  # which waits for its turn, where it must
+            else:
+                second_is_in.set()
+                self.first_has_ended.wait(0.3)
+            return tok.backend_tokenizer.encode_batch(texts, **options)
+
+        encode_batch_fast = encode_batch
+
+    backend = Backend()
+    shared = SimpleNamespace(is_fast=True, backend_tokenizer=backend)
+    threads = [threading.Thread(target=chat_template.encode_texts, args=(shared, ["a b c"], spans)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    backend.first_has_ended.set()
+    threads[1].join()
+    assert backend.calls == 2 and backend.post_processor is Backend.processor
 
 
 def test_letters_of_several_bytes_do_not_shift_the_mask():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,19 +81,38 @@ def encode_texts(
 
 def encode_fast(tokenizer: Any, texts: list[str], positions: bool = True) -> list[Any]:
     backend = tokenizer.backend_tokenizer
-    # An earlier call of the tokenizer may have left its truncation or padding on. A post-processor adds special
-    # tokens, and that of GPT-2 and Llama-3 takes white space out of the positions, where a turn's first line break is.
+    # An earlier call of the tokenizer may have left its truncation or padding on.
     backend.no_truncation()
     backend.no_padding()
-    encode = backend.encode_batch if positions else backend.encode_batch_fast
-    processor, backend.post_processor = backend.post_processor, None
+    if not positions:
+        return _encode(backend.encode_batch_fast, texts)
+    # The post-processor of GPT-2 and Llama-3 takes white space out of the positions, such as a turn's first line break.
+    with _without_processor:  # two threads would each put back what they found, and one of them nothing
+        processor, backend.post_processor = backend.post_processor, None
+        try:
+            return _encode(backend.encode_batch, texts)
+        finally:
+            backend.post_processor = processor
+
+
+def _encode(encode: Callable[..., list[Any]], texts: list[str]) -> list[Any]:
     try:
         return encode(texts, add_special_tokens=False) if texts else []
     except TypeError:
         explain_unreadable(texts)
         raise
-    finally:
-        backend.post_processor = processor
+
+
+_without_processor = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _without_processor
+    _without_processor = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may have it as a worker is forked
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def unreadable(text: str) -> str:

@@ -93,7 +93,7 @@ def answer(request: Request, reply: Reply) -> dict[str, Any]:
         "content": _blocks(reply),
         "stop_reason": STOPS[reply.finish] if reply.calls or reply.stop is None else "stop_sequence",
         "stop_sequence": reply.stop,
-        "usage": {"input_tokens": reply.num_read, "output_tokens": len(reply.tokens)},
+        "usage": {"input_tokens": reply.num_read, "output_tokens": reply.num_written},
     }
 
 

@@ -125,7 +125,7 @@ class Endpoint:
         return JSONResponse(model if "model" in http.path_params else {"object": "list", "data": [model]})
 
     async def _answer(self, http: Any) -> Any:
-        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.responses import JSONResponse, Response
 
         path = http.path_params["path"]
         api = PATHS.get(path, CHAT)
@@ -143,7 +143,7 @@ class Endpoint:
         if reply is None:
             return Response(status_code=GONE)
         if request.stream:
-            return StreamingResponse(_sent(api.events(request, reply)), media_type="text/event-stream")
+            return Response(_sent(api.events(request, reply)), media_type="text/event-stream")
         return JSONResponse(api.answer(request, reply))
 
     def _access(self, http: Any) -> Access:
@@ -251,8 +251,7 @@ def _refusal(api: API, error: RequestError) -> Any:
     return JSONResponse(api.error(str(error), error.status, error.code), error.status, headers)
 
 
-def _sent(events: Iterator[Event]) -> Iterator[str]:
-    """Events as a stream of server-sent events."""
-    for name, data in events:
-        text = data if isinstance(data, str) else json.dumps(data)
-        yield f"{'' if name is None else f'event: {name}{chr(10)}'}data: {text}\n\n"
+def _sent(events: Iterator[Event]) -> str:
+    """Events as server-sent ones, all at once: a stream would take a thread for each."""
+    texts = ((name, data if isinstance(data, str) else json.dumps(data)) for name, data in events)
+    return "".join(f"{'' if name is None else f'event: {name}{chr(10)}'}data: {text}\n\n" for name, text in texts)

@@ -12,6 +12,7 @@ import logging
 import reprlib
 import sqlite3
 import threading
+import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -35,7 +36,7 @@ from posttrain.rl.tools.protocol import names_all
 logger = logging.getLogger(__name__)
 
 NOT_TOOLS = ("reset", "get_reward")
-CUT = ("turns", "tokens")
+CUT = ("turns", "tokens", "seconds")
 COUNTED = ("calls", "failures", *CUT)
 
 
@@ -48,6 +49,7 @@ class Environments:
             ``reset(**row)``, which may return an addition to the prompt; its other public methods are tools;
             ``get_reward()``, if it exists, is a reward function. It is made once and reset for each completion.
         process: where tools and environments run; None: in this one.
+        max_turns: with tool calls. seconds: from the beginning of a conversation on in which tools are called.
 
     Attributes:
         reward_functions: one for each class of environments with a ``get_reward``.
@@ -61,8 +63,9 @@ class Environments:
         factory: Any = None,
         max_turns: int | None = None,
         process: RolloutProcess | None = None,
+        seconds: float | None = None,
     ) -> None:
-        self.max_turns, self.process = max_turns, process
+        self.max_turns, self.process, self.seconds = max_turns, process, seconds
         self.set_tools(tools)
         self.factories = factory if isinstance(factory, Mapping) else {None: factory} if factory is not None else {}
         if process is not None:
@@ -250,7 +253,7 @@ class Environments:
         self, sample: Sample, codec: PromptCodec, sampling: Sampling, context: int | None
     ) -> Generator[Any, Any, Sample]:
         """One conversation: yields turns to write, ``(sample with its prompt, sampling)``, and awaitables of tools."""
-        most = sampling.max_new_tokens
+        most, began = sampling.max_new_tokens, time.monotonic()
         turn = yield sample, replace(sampling, max_new_tokens=room_for(sample, most, context))
         sample, schemas, turns = replace(turn, learn=[True] * len(turn.ids)), self.schemas_of(sample), 0
         written = sample.ids
@@ -260,6 +263,8 @@ class Environments:
                 break
             if turns == self.max_turns:
                 return self._cut(sample, "turns")
+            if self.seconds is not None and time.monotonic() - began > self.seconds:
+                return self._cut(sample, "seconds")
             answers = yield from self.answers(sample, calls, protocol.example)
             ids = codec.next_ids(sample.ids, answers, schemas)
             if len(ids) >= (room := room_left(sample, most, context)):

@@ -76,7 +76,8 @@ class Reply:
         number: unique among all replies of a process, for the identifiers of the APIs. created: seconds since 1970.
         text: without thoughts and calls. thoughts: before it. calls: with ids, arguments as JSON.
         finish: "stop", "length" or "tool_calls". stop: the text of the request that ended it; None: none did.
-        tokens: the text of each token. logps: of each. num_read: tokens that the policy has read.
+        num_read, num_written: tokens that the policy has read, and written. tokens: the text of each, where the
+            request wants log-probabilities. logps: of each.
     """
 
     number: int
@@ -85,9 +86,10 @@ class Reply:
     thoughts: str
     calls: tuple[ReplyCall, ...]
     finish: str
-    tokens: tuple[str, ...]
-    logps: tuple[float, ...] | None
     num_read: int
+    num_written: int = 0
+    tokens: tuple[str, ...] = ()
+    logps: tuple[float, ...] | None = None
     stop: str | None = None
 
 

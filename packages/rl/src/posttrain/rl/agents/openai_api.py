@@ -98,18 +98,17 @@ def _head(request: Request, reply: Reply, kind: str, prefix: str = "chatcmpl") -
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    written = len(reply.tokens)
     return {
         "prompt_tokens": reply.num_read,
-        "completion_tokens": written,
-        "total_tokens": reply.num_read + written,
+        "completion_tokens": reply.num_written,
+        "total_tokens": reply.num_read + reply.num_written,
         "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
-def _logprobs(request: Request, reply: Reply) -> dict[str, Any] | None:
-    if not request.wants_logprobs or reply.logps is None:
+def _logprobs(reply: Reply) -> dict[str, Any] | None:
+    if reply.logps is None:
         return None
     pairs = zip(reply.tokens, reply.logps, strict=True)
     return {
@@ -127,7 +126,7 @@ def _message(reply: Reply) -> Message:
 def answer_chat(request: Request, reply: Reply) -> dict[str, Any]:
     """The body that answers ``/v1/chat/completions``."""
     choice = {"index": 0, "message": {"refusal": None} | _message(reply), "finish_reason": reply.finish}
-    choice["logprobs"] = _logprobs(request, reply)
+    choice["logprobs"] = _logprobs(reply)
     return _head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
 
 
@@ -142,7 +141,7 @@ def stream_chat(request: Request, reply: Reply) -> Iterator[Event]:
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
         if delta.get("content"):
-            choice["logprobs"] = _logprobs(request, reply)
+            choice["logprobs"] = _logprobs(reply)
         yield None, head | {"choices": [choice]}
     yield None, head | {"choices": [{"index": 0, "delta": {}, "finish_reason": reply.finish}]}
     if request.wants_usage:
@@ -153,7 +152,7 @@ def stream_chat(request: Request, reply: Reply) -> Iterator[Event]:
 def answer_completion(request: Request, reply: Reply) -> dict[str, Any]:
     """The body that answers ``/v1/completions``."""
     logprobs = None
-    if request.wants_logprobs and reply.logps is not None:
+    if reply.logps is not None:
         offsets = [0, *itertools.accumulate(map(len, reply.tokens))][: len(reply.tokens)]
         logprobs = {"tokens": [*reply.tokens], "token_logprobs": [*reply.logps], "text_offset": offsets}
         logprobs["top_logprobs"] = None
@@ -232,7 +231,7 @@ def _output(reply: Reply) -> list[dict[str, Any]]:
 
 def answer_response(request: Request, reply: Reply) -> dict[str, Any]:
     """The body that answers ``/v1/responses``."""
-    whole, written = reply.finish != "length", len(reply.tokens)
+    whole, written = reply.finish != "length", reply.num_written
     usage: dict[str, Any] = {"input_tokens": reply.num_read, "output_tokens": written}
     usage["total_tokens"] = reply.num_read + written
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}

@@ -139,7 +139,7 @@ class Recorder:
             raise RequestError(f"The conversation cannot be read: {why}") from error
         ids = [*(before.tokens if before is not None else ()), *asked]
         if request.counts:
-            return Reply(next(REPLIES), 0, "", "", (), "stop", (), None, len(ids))
+            return Reply(next(REPLIES), 0, "", "", (), "stop", len(ids))
         sampling = self._with_room(request, before, asked, len(ids))
         number, self._begun = self._begun, self._begun + 1
         turn = asyncio.ensure_future(self.generate(ids, sampling, mix(self.seed, number) if number else self.seed))
@@ -221,9 +221,9 @@ class Recorder:
 
     def _continued(self, request: Request) -> tuple[Written | None, list[int]]:
         """(the turn that `request` goes on from, the tokens behind it)."""
-        key, known = _key(request.history), range(len(self.codec.tokenizer))
-        if are_ids(request.history) and not all(type(token) is int and token in known for token in request.history):
-            raise RequestError(f"prompt holds something other than token ids, which are below {known.stop}.")
+        key, most = _key(request.history), len(self.codec.tokenizer)
+        if are_ids(request.history) and not all(type(token) is int and 0 <= token < most for token in request.history):
+            raise RequestError(f"prompt holds something other than token ids, which are below {most}.")
         fitting = [
             turn
             for turn in self.turns
@@ -283,6 +283,10 @@ class Recorder:
             ((place, stop) for stop in request.stop if (place := text.find(stop)) >= 0), default=(None, None)
         )
         text = text[:place]
+        told: dict[str, Any] = {}
+        if request.wants_logprobs and done.logps is not None:
+            told["tokens"] = tuple(tokenizer.batch_decode([[token] for token in done.ids]))
+            told["logps"] = tuple(logp if logp > LEAST else LEAST for logp in done.logps)
         return Reply(
             number=next(REPLIES),
             created=int(time.time()),
@@ -290,10 +294,10 @@ class Recorder:
             thoughts=thoughts,
             calls=calls,
             finish="tool_calls" if calls else "stop" if done.finished else "length",
-            tokens=tuple(tokenizer.batch_decode([[token] for token in done.ids])),
-            logps=None if done.logps is None else tuple(logp if logp > LEAST else LEAST for logp in done.logps),
             num_read=len(asked),
+            num_written=len(done.ids),
             stop=stop,
+            **told,
         )
 
 

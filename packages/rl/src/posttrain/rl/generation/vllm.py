@@ -278,10 +278,15 @@ class VLLMServers:
         """`n` completions of each prompt."""
         done: list[list[Written] | None] = [None] * len(prompts)
         while left := [place for place, group in enumerate(done) if group is None]:
-            with ThreadPoolExecutor(min(len(left), CONCURRENCY * len(self.servers))) as pool:
-                asked = list(pool.map(lambda i: self._complete(prompts[i], n, sampling, seeds[i * n]), left))
+            ask = lambda i: self._complete(prompts[i], n, sampling, seeds[i * n])  # noqa: E731
+            if len(left) == 1:  # a turn of an agent
+                asked = [ask(left[0])]
+            else:
+                with ThreadPoolExecutor(min(len(left), CONCURRENCY * len(self.servers))) as pool:
+                    asked = list(pool.map(ask, left))
             lost = [(server, group) for server, group in asked if isinstance(group, ConnectionError)]
-            lost += [(server, Restarted(server)) for server in [*self._writing] if is_fresh(server)]
+            unsure = {server for server, group in asked if not _say_versions(group)}
+            lost += [(server, Restarted(server)) for server in unsure if server in self._writing and is_fresh(server)]
             for server, why in lost:
                 self._leave_out(server, why)
             for place, (server, group) in zip(left, asked, strict=True):
@@ -372,6 +377,11 @@ def _shown(prompt: Prompt) -> dict[str, Any]:
         return {"token_ids": list(prompt)}
     parts = [{"type": "image_url", "url": url} for url in prompt.urls]
     return {"token_ids": prompt.ids, "content_parts": parts, "return_token_ids": True}
+
+
+def _say_versions(group: list[Written] | ConnectionError) -> bool:
+    """Whether completions say which weights wrote them, so that no others can have."""
+    return not isinstance(group, ConnectionError) and all(one.syncs is not None for one in group)
 
 
 def _choices(answer: dict[str, Any]) -> list[dict[str, Any]]:

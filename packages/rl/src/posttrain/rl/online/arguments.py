@@ -335,6 +335,9 @@ class RolloutConfig(
         min=0,
     )
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
+    max_tool_calling_seconds: float | None = opt(
+        None, "Seconds after which a conversation calls no more tools, and ends; None: no limit.", above=0
+    )
     rollout_process: bool = opt(
         False,
         "Run reward functions, tools, environments and agents in a process of their own, whose Python holds up neither "

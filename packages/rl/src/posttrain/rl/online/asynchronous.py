@@ -199,21 +199,28 @@ class Background:
             self._begin(job)
 
     def has(self, rollouts: int, seconds: float = 1.0) -> bool:
-        """Whether those of the next `rollouts` that are on their way have ended, waited for so many `seconds`."""
-        here, until = [job.scored for job in self.jobs if job.epoch == self._epoch], time.monotonic() + seconds
-        wanted = min(rollouts * self.parts, len(here))
-        here = here[:wanted] if self.ahead == self.max_staleness else here  # else the first that end are taken
-        while len(running := [one for one in here if not one.done()]) > len(here) - wanted:
-            if time.monotonic() > until:
+        """Whether all processes can take those of the next `rollouts` that are on their way, waited for so many
+        `seconds`. Every process must call it.
+        """
+        until, gather = time.monotonic() + seconds, self.rollouts.owner.dist.gather_patiently
+        while not (is_there := self._are_there(rollouts)) and time.monotonic() < until:
+            self._wait(until - time.monotonic())
+        return all(gather(is_there, "that the rollouts of all processes have ended"))
+
+    def _are_there(self, rollouts: int) -> bool:
+        here = self._here
+        for number in range(rollouts):
+            if (found := self._ended(here, self._taken + number)) is None:
                 return False
-            wait(running, until - time.monotonic(), FIRST_COMPLETED)
+            here = [job for job in here if job not in found]
         return True
 
     def take(self) -> list[Job]:
         """The parts of the next rollout of this epoch, scored; none where the prompts are used up."""
         if not self.jobs and (job := self._peek()) is not None:
             self._begin(job)
-        found = self._first_ended([job for job in self.jobs if job.epoch == self._epoch])
+        while (found := self._ended(self._here, self._taken)) is None:
+            self._wait()
         if not found:
             return []
         self.rollouts.owner.sampler.with_attempts(lambda: [job.sampled.result() for job in found], self._again)
@@ -225,19 +232,27 @@ class Background:
         self._taken += 1
         return found
 
-    def _first_ended(self, here: list[Job]) -> list[Job]:
-        """Those of `here` that make the next rollout: the first that have ended, once the others can wait."""
+    @property
+    def _here(self) -> list[Job]:
+        """Those of this epoch."""
+        return [job for job in self.jobs if job.epoch == self._epoch]
+
+    def _wait(self, seconds: float | None = None) -> None:
+        """Until one more has ended, or so many `seconds` are over."""
+        wait([job.scored for job in self._here if not job.scored.done()], seconds, FIRST_COMPLETED)
+
+    def _ended(self, here: list[Job], taken: int) -> list[Job] | None:
+        """Those of `here` that make the rollout after so many `taken` ones: the first that have ended, once the others
+        can wait; None: they cannot, or too few have ended.
+        """
         if self.ahead == self.max_staleness:
-            return here[: self.parts]
-        while True:
-            ended = [job for job in here if job.scored.done()]  # asked once: others end meanwhile
-            running, found = [job.scored for job in here if job not in ended], ended[: self.parts]
-            left = [job for job in here if job not in found]
-            turns = (self._step_of(self._taken + 1 + place // self.parts) for place in range(len(left)))
-            can_wait = all(turn <= job.version + self.max_staleness for turn, job in zip(turns, left, strict=True))
-            if not running or (can_wait and len(found) == self.parts):
-                return found
-            wait(running, return_when=FIRST_COMPLETED)
+            return here[: self.parts] if all(job.scored.done() for job in here[: self.parts]) else None
+        ended = [job for job in here if job.scored.done()]  # asked once: others end meanwhile
+        found = ended[: self.parts]
+        left = [job for job in here if job not in found]
+        turns = (self._step_of(taken + 1 + place // self.parts) for place in range(len(left)))
+        can_wait = all(turn <= job.version + self.max_staleness for turn, job in zip(turns, left, strict=True))
+        return found if len(ended) == len(here) or (can_wait and len(found) == self.parts) else None
 
     def _step_of(self, rollout: int) -> int:
         """The optimizer steps before the window that `rollout` begins in, of those since the present window began."""

@@ -125,8 +125,7 @@ class Rollouts:
         owner, are_there, wanted = self.owner, self.are_there, plan.accumulation
         if self.background is not None:
             self.background.fill(plan, owner.state.global_step, self.left)
-            if owner.dist.num_processes == 1:  # others have other rollouts on their way
-                are_there = self.background.has
+            are_there = self.background.has
         if are_there is None:
             return
         if plan.batches_per_epoch is not None:

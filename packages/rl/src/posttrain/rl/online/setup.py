@@ -98,8 +98,8 @@ def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Envir
     process = RolloutProcess(args.seed, args.reward_timeout) if args.rollout_process else None
     if process is not None and agent is not None:
         agent = given["agent"] = within(agent, process)
-    limit = args.max_tool_calling_iterations
-    environments = Environments(given["tools"], given["environment_factory"], limit, process)
+    limits = args.max_tool_calling_iterations, process, args.max_tool_calling_seconds
+    environments = Environments(given["tools"], given["environment_factory"], *limits)
     tokenizers = given["reward_processing_classes"]
     functions = reward_functions(given["reward_funcs"], tokenizers, args.trust_remote_code)
     if process is not None:

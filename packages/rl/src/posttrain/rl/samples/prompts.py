@@ -279,6 +279,7 @@ class PromptCodec:
         self.tokenizer, self.kwargs, self.limit = tokenizer, chat_template_kwargs, limit
         self._before, _ = chat_template.special_tokens_around(tokenizer)
         self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
+        self._template: tuple[Any, chat_template.Template | None] = None, None
 
     def encode(
         self, prompt: Any, tools: list[Any] | None = None, show: Callable[[str], str] | None = None
@@ -354,7 +355,12 @@ class PromptCodec:
 
     def template(self, tools: list[Any] | None = None) -> chat_template.Template:
         """The chat template, with these tools."""
-        return chat_template.Template(self.tokenizer, tools or None, self.kwargs)
+        asked = self.tokenizer.chat_template, tools or None
+        before, found = self._template
+        if found is None or before != asked:
+            found = chat_template.Template(self.tokenizer, tools or None, self.kwargs)
+            self._template = asked, found  # it knows by then how a turn ends, which takes a rendering
+        return found
 
     def protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
         """How tools with these schemas are called and answered under the chat template; a ValueError where they cannot

@@ -319,12 +319,13 @@ def behind(written: Sequence[int], ids: list[int], ends: int, tokenizer: Any) ->
     """Those of `ids`, from the end of a turn to the next one's beginning, that are still to come after what the policy
     has `written`, which may have ended its turn itself. The first `ends` of them end the turn.
     """
-    added = tokenizer.added_tokens_decoder
     for length in range(min(len(written), len(ids), LONGEST_END), 0, -1):
         # A plain word that the next message begins with is part of that message, though the policy wrote it last.
-        if list(written[-length:]) == ids[:length] and (length <= ends or written[-1] in added):
+        if list(written[-length:]) == ids[:length] and (
+            length <= ends or written[-1] in tokenizer.added_tokens_decoder  # which takes long to make
+        ):
             return ids[length:]
-    if written and written[-1] in ids[: max(ends, 1)] and written[-1] in added:
+    if written and written[-1] in ids[: max(ends, 1)] and written[-1] in tokenizer.added_tokens_decoder:
         return ids[ids.index(written[-1]) + 1 :]  # the policy has left out white space before the end of its turn
     return ids
 
