@@ -119,6 +119,7 @@ class TrainerNames:
     is_local_process_zero = _returns("dist.is_local_main", "Whether this process is the first of its machine.")
     get_tp_size = _returns("dist.tp_size", "Processes that split the matrices of one layer (tensor parallelism).")
     get_cp_size = _returns("dist.cp_size", "Processes that split one row (context parallelism).")
+    get_ep_size = _returns("dist.ep_size", "Processes that have all experts between them (expert parallelism).")
 
     @property
     def current_flos(self) -> float:
@@ -164,16 +165,6 @@ class TrainerNames:
         return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
 
     # --------------------------------------------------------------------------------- old names of overridable methods
-
-    def _follow_old_names(self) -> None:
-        """Let methods of `Trainer` go through the old names that this class, or a script, has replaced, see `HOOKS`."""
-        kinds = type(self).__mro__
-        base = next(kind for kind in kinds if kind.__module__ == "posttrain.core.trainer")
-        replaced = set(vars(self)).union(*map(vars, kinds[: kinds.index(TrainerNames)]))
-        for method in [method for name, method in HOOKS.items() if name in replaced]:
-            hook = vars(base)[method.__name__]
-            if "__wrapped__" not in vars(hook):  # else it goes through old names already
-                setattr(base, method.__name__, functools.wraps(hook)(method))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return self.complete_inputs(self._prepare_input(inputs))
@@ -395,6 +386,17 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "_remove_unused_columns": without_unused_columns,
     "_get_collator_with_removed_columns": without_unused_columns,
 }
+
+
+def follow_old_names(trainer: TrainerNames) -> None:
+    """Let methods of `Trainer` go through the old names that this class, or a script, has replaced, see `HOOKS`."""
+    kinds = type(trainer).__mro__
+    base = next(kind for kind in kinds if kind.__module__ == "posttrain.core.trainer")
+    replaced = set(vars(trainer)).union(*map(vars, kinds[: kinds.index(TrainerNames)]))
+    for method in [method for name, method in HOOKS.items() if name in replaced]:
+        hook = vars(base)[method.__name__]
+        if "__wrapped__" not in vars(hook):  # else it goes through old names already
+            setattr(base, method.__name__, functools.wraps(hook)(method))
 
 
 def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

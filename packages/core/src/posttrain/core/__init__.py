@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from posttrain.lm.text.training_template import get_training_chat_template
 
 registry.TRAINER_NAMES = "posttrain.compat.trainer_names:TrainerNames"
+registry.FOLLOW_OLD_NAMES = "posttrain.compat.trainer_names:follow_old_names"
 registry.ARGUMENT_SETTERS = "posttrain.compat.argument_setters:ArgumentSetters"
 registry.CALLBACKS += [
     "posttrain.cli.report.run_record:RunRecordCallback",

@@ -28,6 +28,8 @@ GROUP = "posttrain.methods"
 CALLBACKS: list[str] = []
 #: The base class of `Trainer`, ``"module:Class"``, with names that scripts of others read; added by the face too.
 TRAINER_NAMES = ""
+#: ``trainer -> None``: lets its methods go through the old names that a class or a script has replaced; likewise.
+FOLLOW_OLD_NAMES = ""
 #: A base class of `TrainingArguments`, likewise.
 ARGUMENT_SETTERS = ""
 #: Arguments of `from_pretrained`, and of a trainer's constructor, that scripts give to a config.

@@ -49,9 +49,10 @@ from posttrain.core.training.saving import Saving
 from posttrain.core.training.scaling import Scaling
 
 if TYPE_CHECKING:
-    from posttrain.compat.trainer_names import TrainerNames
+    from posttrain.compat.trainer_names import TrainerNames, follow_old_names
 else:  # of what stands on the core, which therefore does not import it
     TrainerNames = registry.load(registry.TRAINER_NAMES)
+    follow_old_names = registry.load(registry.FOLLOW_OLD_NAMES)
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class Trainer(TrainerNames):
         self.run, self.loaders = Run(owner), Loaders(owner)
         self.saving, self._evaluator = Saving(owner), Evaluator(owner)
         lifetime.new_record(owner)
-        self._follow_old_names()
+        follow_old_names(self)
         self.set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
         # Made by all processes together, at the start of `train`.
@@ -244,7 +245,7 @@ class Trainer(TrainerNames):
             ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
         """
         self.args.validate()  # what was assigned since construction
-        self._follow_old_names()
+        follow_old_names(self)
         self.store.output_dir = Path(self._get_output_dir(trial))
         self.checkpoints = CheckpointManager(weakref.proxy(self))  # with `args` as they are now
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
@@ -511,13 +512,13 @@ class Trainer(TrainerNames):
         if isinstance(eval_dataset, str):
             eval_dataset = pipeline.named_dataset(self.eval_dataset, eval_dataset)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        self._follow_old_names()
+        follow_old_names(self)
         return self.make_dataloader(dataset, "Evaluation", self.eval_batch_size, dataloader_key=name)
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader[Any]:
         """The loader that `predict` reads."""
         pipeline.check_dataset(test_dataset, "test_dataset")
-        self._follow_old_names()
+        follow_old_names(self)
         return self.make_dataloader(test_dataset, "test", self.eval_batch_size)
 
     def make_dataloader(

@@ -291,7 +291,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         return collator
 
     def _enable_segments(self) -> bool:
-        """Attend to each document by itself, which needs no mask; flash attention is told where documents end."""
+        """Attend to each document by itself, which needs no mask; flash attention gets where documents end."""
         if flash_attention.reads_boundaries(self.model):
             if isinstance(self.data_collator, SFTCollator):
                 # The noise of NEFTune is scaled by the length of a row, which must then stay.

@@ -192,9 +192,9 @@ class _Batches(IterableDataset[Any]):
         self.loader, self.rank = loader, rank
         # accelerate does not tell the epoch to a batch sampler of which each process has a share.
         shared = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
-        told = [one.set_epoch for one in (loader, shared) if one is not None and follows_epochs(one)]
-        if told:
-            self.set_epoch = lambda epoch: [tell(epoch) for tell in told]
+        setters = [one.set_epoch for one in (loader, shared) if one is not None and follows_epochs(one)]
+        if setters:
+            self.set_epoch = lambda epoch: [set_one(epoch) for set_one in setters]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:

@@ -22,8 +22,6 @@ from posttrain.core.distributed.sharding import SumGradient, is_piece
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part, setting
 
-#: Loads torch's DTensor, and with it much else.
-ROWS = "posttrain.core.distributed.sequence_parallel"
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.
 ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
 #: The style of a weight that every process holds whole and applies to its own heads.
@@ -49,6 +47,8 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
     are those of the main process. `with_experts`: give each process some experts of a mixture whole, in place of a part
     of each. `by_rows`: divide the tokens of a row between matrices (`sequence_parallel`).
     """
+    from posttrain.core.distributed import sequence_parallel  # loads torch's DTensor, and with it much else
+
     base, size = base_model(model), mesh.size()
     is_loaded = loaded_size(base) == size
     if not is_loaded and (problem := problem_of(base, size)):
@@ -62,9 +62,8 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
         vars(base.config).pop("distributed_config", None)  # with it transformers saves from all processes together
         plan = _plan(base, size)
         _sum_partial_gradients(_partial(base, plan), mesh)
-        importlib.import_module(ROWS).Rows(mesh).share_inputs(base, plan)
+        sequence_parallel.Rows(mesh).share_inputs(base, plan)
         return
-    rows = importlib.import_module(ROWS)
     apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
     modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
     with expert_parallel.without_adapters(base):  # whose names no plan knows
@@ -73,13 +72,13 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
         plan = dict(_with_adapters(plan, modules))
     first_name = {id(parameter): name for name, parameter in parameters.items()}
     twins = [(name, first_name[id(p)]) for name, p in base.named_parameters(remove_duplicate=False)]
-    hidden, partial = rows.Rows(mesh), _partial(base, plan)
+    hidden, partial = sequence_parallel.Rows(mesh), _partial(base, plan)
     hidden.share_inputs(base, plan)
     if by_rows:
-        if problem := rows.problem_of(model, size, plan, hidden):
+        if problem := sequence_parallel.problem_of(model, size, plan, hidden):
             raise ValueError(problem)
         plan |= hidden.divide(base, plan)
-        partial += rows.norms_of(base)
+        partial += sequence_parallel.norms_of(base)
     apply(base, mesh, {name: style for name, style in plan.items() if name in modules or name in parameters})
     _sum_partial_gradients(partial, mesh)
     now = dict(base.named_parameters())
@@ -111,7 +110,7 @@ def _sum_partial_gradients(partial: list[nn.Module], mesh: Any) -> None:
     """Sum the gradients of the weights of these modules over the processes: of one backward pass, where transformers
     sums ``weight.grad``, and with it what earlier micro-batches of the window left there.
     """
-    group, module = mesh.get_group(), None
+    group = mesh.get_group()
     for module in partial:
         module.forward = functools.partial(_with_summed_gradients, module, group)
 

@@ -352,8 +352,9 @@ def _length_of_first(inputs: Any, kind: type) -> int:
     values: Any = inputs if isinstance(inputs, (list, tuple)) else [inputs]
     values = inputs.values() if isinstance(inputs, Mapping) else values
     for value in values:
-        if isinstance(value, kind) and not (isinstance(value, torch.Tensor) and not value.ndim):
-            return len(value)
+        sized: Any = value if isinstance(value, kind) else None
+        if sized is not None and not (isinstance(value, torch.Tensor) and not value.ndim):
+            return len(sized)
     return next((n for value in values if isinstance(value, CONTAINERS) and (n := _length_of_first(value, kind))), 0)
 
 

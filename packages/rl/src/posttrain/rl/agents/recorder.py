@@ -283,10 +283,10 @@ class Recorder:
             ((place, stop) for stop in request.stop if (place := text.find(stop)) >= 0), default=(None, None)
         )
         text = text[:place]
-        told: dict[str, Any] = {}
+        logged: dict[str, Any] = {}
         if request.wants_logprobs and done.logps is not None:
-            told["tokens"] = tuple(tokenizer.batch_decode([[token] for token in done.ids]))
-            told["logps"] = tuple(logp if logp > LEAST else LEAST for logp in done.logps)
+            logged["tokens"] = tuple(tokenizer.batch_decode([[token] for token in done.ids]))
+            logged["logps"] = tuple(logp if logp > LEAST else LEAST for logp in done.logps)
         return Reply(
             number=next(REPLIES),
             created=int(time.time()),
@@ -297,7 +297,7 @@ class Recorder:
             num_read=len(asked),
             num_written=len(done.ids),
             stop=stop,
-            **told,
+            **logged,
         )
 
 

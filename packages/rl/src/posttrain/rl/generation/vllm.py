@@ -278,12 +278,12 @@ class VLLMServers:
         """`n` completions of each prompt."""
         done: list[list[Written] | None] = [None] * len(prompts)
         while left := [place for place, group in enumerate(done) if group is None]:
-            ask = lambda i: self._complete(prompts[i], n, sampling, seeds[i * n])  # noqa: E731
+            given = [(prompts[place], n, sampling, seeds[place * n]) for place in left]
             if len(left) == 1:  # a turn of an agent
-                asked = [ask(left[0])]
+                asked = [self._complete(*given[0])]
             else:
                 with ThreadPoolExecutor(min(len(left), CONCURRENCY * len(self.servers))) as pool:
-                    asked = list(pool.map(ask, left))
+                    asked = list(pool.map(self._complete, *zip(*given, strict=True)))
             lost = [(server, group) for server, group in asked if isinstance(group, ConnectionError)]
             unsure = {server for server, group in asked if not _say_versions(group)}
             lost += [(server, Restarted(server)) for server in unsure if server in self._writing and is_fresh(server)]
