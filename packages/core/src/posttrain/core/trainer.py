@@ -51,8 +51,7 @@ from posttrain.core.training.scaling import Scaling
 if TYPE_CHECKING:
     from posttrain.compat.trainer_names import TrainerNames, follow_old_names
 else:  # of what stands on the core, which therefore does not import it
-    TrainerNames = registry.load(registry.TRAINER_NAMES)
-    follow_old_names = registry.load(registry.FOLLOW_OLD_NAMES)
+    TrainerNames, follow_old_names = map(registry.load, (registry.TRAINER_NAMES, registry.FOLLOW_OLD_NAMES))
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +204,13 @@ class Trainer(TrainerNames):
             trainable.check_trainable(model)
             nonfinite.check_float16(model, self.dist.precision, self.dist.uses_deepspeed)
         self.model = self.model_wrapped = model
-        base = wrapping.base_model(model)
+        self._look_up(model, wrapping.base_model(model))
+        self.scaling = Scaling(weakref.proxy(self))
+        self.dist.place(model, trained=True)
+        for config in wrapping.configs(model):
+            config.use_cache = self.args.use_cache
+
+    def _look_up(self, model: nn.Module, base: nn.Module) -> None:
         self.model_accepts_loss_kwargs = normalization.accepts_loss_kwargs(model)
         self.loss_shifts_labels = normalization.shifts_labels(base)
         self.label_names = normalization.label_names(base) if self.args.label_names is None else self.args.label_names
@@ -218,10 +223,6 @@ class Trainer(TrainerNames):
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
         if add_tags is not None and (tags := [*self.tag_names, *self._tag_names]):
             add_tags(tags)
-        self.scaling = Scaling(weakref.proxy(self))
-        self.dist.place(model, trained=True)
-        for config in wrapping.configs(model):
-            config.use_cache = self.args.use_cache
 
     def loss_is_scaled(self) -> bool | None:
         """Whether this class' `compute_loss` returns ``sum / num_items_in_batch``; None where only trying shows it."""
