@@ -14,6 +14,7 @@ from torch import nn
 
 import posttrain.core
 from posttrain.core.callbacks import EVENTS
+from posttrain.core.errors import ConfigError
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.losses.normalization import flops_parameters
 from tests import tiny, versions
@@ -1057,6 +1058,34 @@ def test_a_get_batch_samples_that_generates_draws_no_batches(tmp_path):
         assert trainer.state.global_step == 8 and trainer.state.epoch == 2
         weights.append([weight.clone() for weight in trainer.model.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+def test_a_trainer_that_makes_its_schedule_itself_reads_options_of_its_own(tmp_path):
+    """As Axolotl's does with ``lr_scheduler="one_cycle"``."""
+
+    @dataclasses.dataclass
+    class Config(posttrain.core.TrainingArguments):
+        alternate_lr_scheduler_type: str = "one_cycle"
+
+    class Cyclic(posttrain.core.Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            options = self.args.lr_scheduler_kwargs
+            rate = self.args.learning_rate
+            self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer or self.optimizer, rate, num_training_steps, **options
+            )
+            return self.lr_scheduler
+
+    given = {"lr_scheduler_kwargs": {"pct_start": 0.3}, "max_steps": 4, "use_cpu": True, "report_to": "none"}
+    with pytest.warns(UserWarning, match="'pct_start' is not an option of 'linear'"):
+        args = Config(tmp_path, save_strategy="no", **given)
+    trainer = Cyclic(tiny.causal_lm(), args, pad, tiny.token_rows(8))
+    trainer.train()
+    assert trainer.lr_scheduler.last_epoch == 4
+    with pytest.raises(ConfigError, match="'pct_start' is not an option of 'linear'"):
+        posttrain.core.Trainer(tiny.causal_lm(), args, pad, tiny.token_rows(8)).train()
+    with pytest.raises(ConfigError, match="'pct_start' is not an option of 'linear'"):
+        posttrain.core.TrainingArguments(tmp_path, **given)
 
 
 def test_texts_that_stand_first_in_a_batch_do_not_change_the_weight_of_its_rows(tmp_path):

@@ -12,6 +12,7 @@ import contextlib
 import enum
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -146,7 +147,12 @@ class ScheduleArguments:
         if not isinstance(options, dict):
             yield f"""lr_scheduler_kwargs={options!r} is not a JSON object; write it like '{{"min_lr_rate": 0.1}}'"""
         elif name in SCHEDULES:
-            yield from option_problems(name, in_tokens(options), lr=vars(self).get("learning_rate", 1.0))
+            problems = option_problems(name, in_tokens(options), lr=vars(self).get("learning_rate", 1.0))
+            if type(self).__module__.startswith("posttrain."):
+                yield from problems
+            else:  # the trainer of a script's config may make the schedule itself, and read options of its own
+                for problem in problems:
+                    warnings.warn(f"{type(self).__name__}: {problem}.", stacklevel=5)
         if isinstance(self.warmup_steps, str):
             yield from _problems_of_length("warmup_steps", self.warmup_steps)
         elif self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():
