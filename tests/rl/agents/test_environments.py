@@ -214,6 +214,7 @@ def test_a_call_that_cannot_be_made_is_answered(text, says):
         "failures": 1,
         "turns": 0,
         "tokens": 0,
+        "seconds": 0,
     }
 
 

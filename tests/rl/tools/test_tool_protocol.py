@@ -20,7 +20,7 @@ from tests import tiny
 from tests.rl.agents import conversations
 
 HERE = Path(__file__).parent / "templates"
-UNCUT = {"turns": 0, "tokens": 0}
+UNCUT = {"turns": 0, "tokens": 0, "seconds": 0}
 TRL = Path(find_spec("trl").origin).parent / "chat_templates" if find_spec("trl") else None
 CHATML_END, OF_USER = "<|im_end|>", "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response>"
 QWEN = '<tool_call>\n{"name": "look", "arguments": {"where": "x \\"y\\"", "far": 2}}\n</tool_call><|im_end|>'

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config import Help, opt
-from posttrain.core.fields.redaction import redact
+from posttrain.core.fields.redaction import redact, shown
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class HubArguments:
     def _problems(self) -> Iterator[str]:
         name = self.hub_model_id
         if isinstance(name, str) and not is_repo_id(name):
-            problem = f"hub_model_id={name!r} is not the name of a repository; write 'name' or 'owner/name'"
+            given = shown("hub_model_id", name)
+            problem = f"hub_model_id={given} is not the name of a repository; write 'name' or 'owner/name'"
             if self.push_to_hub:
                 yield problem
             else:  # often a default that nothing reads
