@@ -22,7 +22,7 @@ class Workers:
 
     def __init__(self, number, size=1):
         self.url, self.paths, self.version = f"http://127.0.0.1:{8000 + number}", [], "default"
-        self.refuses, self.received = False, [{} for _ in range(size)]
+        self.refuses, self.begun, self.received = False, False, [{} for _ in range(size)]
         self.start()
 
     def start(self):
@@ -41,12 +41,18 @@ class Workers:
             return {"weight_version": self.version}
         if path == "/init_weight_transfer_engine":
             self.on_each(lambda worker: worker.init_transfer_engine(InitInfo(**body["init_info"])))
+        if path == "/start_weight_update":
+            if self.begun:
+                raise Refused("start_weight_update called while a weight update is already active.", 500)
+            self.begun = True
         if path == "/update_weights":
+            self.begun = not self.refuses
             if self.refuses:
                 raise Refused("out of memory", 500)
             self.on_each(lambda worker: worker.update_weights(body["update_info"]))
         if path == "/finish_weight_update":
-            self.version = body["weight_version"]
+            assert self.begun
+            self.begun, self.version = False, body["weight_version"]
         return None
 
     def on_each(self, do):
@@ -78,6 +84,16 @@ def test_every_worker_of_every_server_gets_the_weights_over_gloo_in_vllms_order(
     for server in servers:
         steps = [path for path in server.paths if path not in ("/get_world_size", "/weight_info")]
         assert steps == ["/init_weight_transfer_engine", *ORDER, *ORDER]
+
+
+def test_a_server_whose_last_sender_was_killed_in_between_takes_weights():
+    servers, model = [Workers(0), Workers(1)], tiny.causal_lm()
+    servers[1].begun = True  # it was told that weights come, and none came
+    transfer.Gloo(0, 20).send(Weights(changed(model)), servers, "one")
+    for server in servers:
+        assert server.version == "one"
+        assert all(torch.equal(server.received[0][name], weight) for name, weight in model.named_parameters())
+    assert servers[1].paths.count("/finish_weight_update") == 2
 
 
 def test_weights_leave_over_nccl_after_the_optimizer_has_written_them(monkeypatch):

@@ -23,11 +23,12 @@ import torch
 
 from posttrain.core.data import accelerator
 from posttrain.core.errors import require
-from posttrain.rl.generation.server import Server
+from posttrain.rl.generation.server import Refused, Server
 from posttrain.rl.generation.vllm_plugin import GlooGroup, own_address, serve
 from posttrain.rl.generation.weights import AdapterWeights, Weights
 
 SHARD_BYTES = 2**29
+UNFINISHED = "unfinished"  # what a server has of a sender that ended before it had sent all
 """Weights in a file of `Folder` at most, unless one alone is larger: so much is held at a time."""
 NAME = "posttrain-policy"
 """The name under which the servers know the adapter."""
@@ -113,7 +114,7 @@ class Client:
         everywhere(self.servers, "/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        everywhere(self.servers, "/start_weight_update", {})
+        begin_update(self.servers)
 
     def update_weights(self, update_info: Any) -> None:
         everywhere(self.servers, "/update_weights", {"update_info": update_info})
@@ -141,7 +142,7 @@ class Gloo:
             if server.url not in self._groups or version_of(server) != self._versions.get(server.url):
                 self._connect(server)
         groups = [self._groups.pop(server.url) for server in servers]  # a failure leaves none to be used again
-        everywhere(servers, "/start_weight_update", {})
+        begin_update(servers)
         facts = {  # as vLLM's interface takes them
             "names": [name for name, _, _ in weights.facts],
             "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in weights.facts],
@@ -233,6 +234,24 @@ def write_shards(weights: Weights, folder: Path) -> None:
         shard[name] = weight.to("cpu").contiguous()
         size += weight.nbytes
     save_file(shard, folder / f"model-{number:05d}.safetensors")
+
+
+def begin_update(servers: Sequence[Server]) -> None:
+    """Let all `servers` wait for weights. One whose last sender ended in between, as a killed trainer does, takes no
+    others before that is finished: whatever it has then, all weights follow.
+    """
+    with ThreadPoolExecutor(len(servers)) as pool:
+        list(pool.map(_begin_update, servers))
+
+
+def _begin_update(server: Server) -> None:
+    try:
+        server.call("/start_weight_update", {}, True)
+    except Refused as error:
+        if "already active" not in str(error):
+            raise
+        server.call("/finish_weight_update", {"weight_version": UNFINISHED}, True)
+        server.call("/start_weight_update", {}, True)
 
 
 def everywhere(servers: Sequence[Server], path: str, body: dict[str, Any] | list[dict[str, Any]]) -> None:
