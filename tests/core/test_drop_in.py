@@ -18,7 +18,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.losses.normalization import flops_parameters
 from tests import tiny, versions
-from tests.contract.trainers import pad
+from tests.contract.trainers import arguments, pad
 
 if not versions.IS_CURRENT:
     pytest.skip("compares with the Trainer of transformers 5.23", allow_module_level=True)
@@ -1044,15 +1044,8 @@ def test_a_get_batch_samples_that_generates_draws_no_batches(tmp_path):
 
     weights = []
     for cls in (posttrain.core.Trainer, Generates):
-        args = posttrain.core.TrainingArguments(
-            tmp_path,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=3,
-            num_train_epochs=2,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-        )
+        changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+        args = arguments(posttrain.core.TrainingArguments, tmp_path, **changes)
         trainer = cls(tiny.causal_lm(), args, train_dataset=tiny.token_rows(20), data_collator=pad)
         trainer.train()
         assert trainer.state.global_step == 8 and trainer.state.epoch == 2
@@ -1106,16 +1099,8 @@ def test_texts_that_stand_first_in_a_batch_do_not_change_the_weight_of_its_rows(
 
     found = []
     for texts_first in (False, True):
-        args = posttrain.core.TrainingArguments(
-            tmp_path,
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=3,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            remove_unused_columns=False,
-        )
+        changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "remove_unused_columns": False}
+        args = arguments(posttrain.core.TrainingArguments, tmp_path, per_device_eval_batch_size=2, **changes)
         rows, collator = tiny.token_rows(5), partial(collate, texts_first=texts_first)
         trainer = OfRows(tiny.causal_lm(), args, collator, rows, eval_dataset=rows)
         trainer.train()

@@ -15,8 +15,7 @@ from posttrain.core.errors import ConfigError
 HELP = """posttrain migrate SCRIPT.py [NOTEBOOK.ipynb | FOLDER ...] [--write]
 
 Rewrite scripts and notebooks for transformers' Trainer or trl: import the names that posttrain has from it, and rename
-old arguments.
-The rest of a script does not change. Manual decisions are listed with their lines. Nothing is run.
+old arguments. The rest of a script does not change. Manual decisions are listed with their lines. Nothing is run.
 
   --write  change the files; without it the changes are only shown
 """

@@ -347,14 +347,13 @@ def count_rows(inputs: Any) -> int:
     return _length_of_first(inputs, torch.Tensor) or _length_of_first(inputs, list) or 1
 
 
-def _length_of_first(inputs: Any, kind: type) -> int:
+def _length_of_first(inputs: Any, kind: Any) -> int:
     """The length of the first value of `kind` in `inputs`, or else in the containers therein; 0 where there is none."""
     values: Any = inputs if isinstance(inputs, (list, tuple)) else [inputs]
     values = inputs.values() if isinstance(inputs, Mapping) else values
     for value in values:
-        sized: Any = value if isinstance(value, kind) else None
-        if sized is not None and not (isinstance(value, torch.Tensor) and not value.ndim):
-            return len(sized)
+        if isinstance(value, kind) and (kind is not torch.Tensor or value.ndim):
+            return len(value)
     return next((n for value in values if isinstance(value, CONTAINERS) and (n := _length_of_first(value, kind))), 0)
 
 

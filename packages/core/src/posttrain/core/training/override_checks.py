@@ -108,7 +108,8 @@ def unheard(trainer_class: type) -> str | None:
     """
     instead, theirs = INSTEAD | getattr(trainer_class, "INSTEAD", {}), _theirs(trainer_class)
     overridden = [name for name in instead if any(name in names for names in theirs)]
-    called = [name for name in instead if not hasattr(trainer_class, name) and name in _read_by(theirs)]
+    read = _read_by(theirs)
+    called = [name for name in instead if name in read and not hasattr(trainer_class, name)]
     kinds = {"overrides methods that nothing calls here": overridden, "calls methods that are not here": called}
     said = [
         f"{trainer_class.__name__} {what}: {'; '.join(f'{name} ({instead[name]})' for name in names)}."
