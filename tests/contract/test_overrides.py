@@ -4,6 +4,8 @@ step are those of a loop by hand: for each way to cut the step, on two processes
 
 import inspect
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -211,8 +213,9 @@ def steps(name, folder, size, accumulation, **changes):
         dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=STEPS) | changes
     )
     args = arguments(TrainingArguments, folder, train_sampling_strategy="sequential", max_grad_norm=1e9, **options)
-    kind = a_script(name)
-    trainer = kind(tiny.causal_lm(), args, pad, tiny.token_rows(ROWS))
+    kind, model = a_script(name), tiny.causal_lm()
+    model.pooler = nn.Linear(2, 2)  # in no loss, as BERT's in a model of embeddings
+    trainer = kind(model, args, pad, tiny.token_rows(ROWS))
     if args.auto_find_batch_size:
         run_short_of_memory(trainer)
     trainer.train()
@@ -261,7 +264,7 @@ def test_two_processes_make_the_steps_of_a_loop_by_hand(by_hand, tmp_path):
     done = together(2, [__file__, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert list(found) == SCALED
+    assert list(found) == [*SCALED, "checkpointed"]
     for name, of_case in found.items():
         torch.testing.assert_close(torch.tensor(of_case), torch.tensor(by_hand), rtol=2e-5, atol=0, msg=name)
 
@@ -304,6 +307,10 @@ def test_a_run_goes_on_from_what_a_script_saves_itself_as_transformers_does(tmp_
         def on_save(self, args, state, control, **kwargs):
             saved.append(state.global_step)
 
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == stopped_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
     def run(checkpoint=None):
         changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "cosine"}
         args = arguments(TrainingArguments, tmp_path, per_device_train_batch_size=2, optim="adamw_torch", **changes)
@@ -311,10 +318,17 @@ def test_a_run_goes_on_from_what_a_script_saves_itself_as_transformers_does(tmp_
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer.model.state_dict(), [r["loss"] for r in trainer.state.log_history if "loss" in r]
 
+    stopped_at = None
     weights, losses = run()
     assert saved == [3, 6] and (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
-    again, same = run(tmp_path / "checkpoint-3")
-    assert same == losses and all(torch.equal(weights[name], again[name]) for name in weights)
+    stopped_at = 5
+    with pytest.raises(SystemExit):
+        run(tmp_path / "checkpoint-3")
+    assert saved == [3, 6, 5]
+    stopped_at = None
+    again, same = run(tmp_path / "checkpoint-5")
+    # The record of step 5 was to come after its checkpoint, and these files have no place to say so.
+    assert same == losses[:4] + losses[5:] and all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 #: What the methods of transformers 4.31 to 5.23 take, the most of any version: an override may hand all of it on.
@@ -400,7 +414,10 @@ def test_a_target_of_minus_100_is_a_number(size, accumulation, tmp_path):
 if __name__ == "__main__":  # two processes, started by the test above
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
+    args = TrainingArguments(folder / "arguments", use_cpu=True)
+    assert torch.distributed.get_rank() == args.process_index  # scripts ask before there is a trainer
     found = {name: steps(name, folder / name, 2, 3) for name in SCALED}
+    found["checkpointed"] = steps(SCALED[0], folder / "checkpointed", 2, 3, gradient_checkpointing=True)
     if torch.distributed.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

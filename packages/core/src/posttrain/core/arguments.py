@@ -214,6 +214,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def __post_init__(self) -> None:
         noise.quiet()
         self.validate()
+        strategies.meet_launched(self)
 
     def validate(self) -> None:
         """Check every argument again, after some were assigned; raises `ConfigError` with all problems."""

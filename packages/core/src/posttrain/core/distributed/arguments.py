@@ -76,8 +76,8 @@ class DistributedArguments:
     )
     ddp_find_unused_parameters: bool | None = opt(
         None,
-        "Let DDP look for parameters without a gradient each step. None: on, unless gradients are checkpointed "
-        "and the model sees no images.",
+        "Let DDP look for parameters without a gradient each step. None: on, unless gradients are checkpointed with "
+        "`use_reentrant`.",
         flag=True,
     )
     ddp_bucket_cap_mb: int | None = opt(None, "Size in MiB of DDP's gradient buckets.", min=1)

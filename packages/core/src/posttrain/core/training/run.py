@@ -354,12 +354,7 @@ class Run:
             owner.control.should_save = False
             owner.store_flos()
             with owner.clock("save"):
-                owner._save_checkpoint(owner.model_wrapped, self.trial)
-            there = (
-                owner.checkpoints.saver.pending is not None or owner.checkpoints.saved_step == owner.state.global_step
-            )
-            if not there and self.unsaved is None:  # a `_save_checkpoint` of a script's own has written it
-                owner._fire("on_save")
+                saving.ask()
         if args.save_on_exception:
             owner.checkpoints.boundary = copy.deepcopy(owner.checkpoints.position())
         if self.pace is not None:
@@ -430,11 +425,9 @@ class Run:
         if unanswered(owner.control) or owner.checkpoints.saved_step != owner.state.global_step:
             owner.saving.now()
         step = owner.checkpoints.saved_step  # an earlier one, if this save has failed
-        if step is not None and owner.dist.is_main:
-            logger.warning(
-                f"The run stops after optimizer step {owner.state.global_step}. To go on from "
-                f"{owner.store.path(step)}, set resume_from_checkpoint=True."
-            )
+        if owner.dist.is_main:
+            where = "" if step is None else f" To go on from {owner.store.path(step)}, set resume_from_checkpoint=True."
+            logger.warning("The run stops after optimizer step %d.%s", owner.state.global_step, where)
         raise preemption.Left(reason)
 
     # ---- its end ----

@@ -36,8 +36,17 @@ class Saving:
     def now(self) -> None:
         """Save a checkpoint, and wait until it is there."""
         self.owner.store_flos()
-        self.owner._save_checkpoint(self.owner.model_wrapped, self.owner.run.trial)
+        self.ask()
         self.settle()
+
+    def ask(self) -> None:
+        """Have the trainer save a checkpoint, by a `_save_checkpoint` of a script's own where there is one."""
+        owner = self.owner
+        owner._save_checkpoint(owner.model_wrapped, owner.run.trial)
+        checkpoints = owner.checkpoints
+        ours = checkpoints.saver.pending is not None or checkpoints.saved_step == owner.state.global_step
+        if not ours and owner.run.unsaved is None:
+            owner._fire("on_save")  # `settle` does for ours
 
     def checkpoint(self) -> None:
         """Save a checkpoint; with `save_async` it is written in the background."""
@@ -124,7 +133,7 @@ class Saving:
             try:
                 if checkpoints.boundary is None:
                     owner.store_flos()
-                owner._save_checkpoint(owner.model_wrapped)
+                self.ask()
                 self.settle()
                 what = f"{owner.store.path(step)} holds the last whole step; resume from it"
             except Exception as another:

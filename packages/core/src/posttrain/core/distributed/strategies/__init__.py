@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from torch import nn
 
-from posttrain.core.distributed import division, shard_settings
+from posttrain.core.distributed import division, environment, shard_settings
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.deepspeed import is_asked_for
 from posttrain.core.distributed.strategies.base import Distributed
@@ -25,8 +26,7 @@ def make_strategy(args: DistributedArguments, model: nn.Module | None = None) ->
     parts. Raises a `ConfigError` where the arguments, the launcher and the number of processes contradict each
     other.
     """
-    settings = shard_settings.of_run(args)
-    accelerator = start_processes(args, settings is not None and settings.cpu_offload)
+    settings, accelerator = _started(args)
     processes = accelerator.num_processes
     sizes = division.sizes_of_run(args, model, processes)
     if settings is not None and processes == sizes["tp_size"]:
@@ -43,10 +43,23 @@ def make_strategy(args: DistributedArguments, model: nn.Module | None = None) ->
     return (DDP if processes > 1 else Distributed)(args, accelerator, sizes)
 
 
+def _started(args: DistributedArguments) -> tuple[Any, Any]:
+    settings = shard_settings.of_run(args)
+    return settings, start_processes(args, settings is not None and settings.cpu_offload)
+
+
+def meet_launched(args: DistributedArguments) -> None:
+    """Start the process group where a launcher started several processes, and take this one's accelerator: scripts
+    ask torch.distributed for their rank, and load models, before there is a trainer.
+    """
+    if "LOCAL_RANK" in os.environ and environment.world_size() > 1:
+        process_state(args)
+
+
 def process_state(args: DistributedArguments) -> Any:
     """accelerate's `PartialState` of this process, which starts the process group if there is none."""
     from accelerate import PartialState
 
     if not PartialState._shared_state:
-        make_strategy(args)
+        _started(args)
     return PartialState()

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.distributed.world import NOTHING
-from posttrain.core.models.wrapping import sees
 
 
 class DDP(Distributed):
@@ -26,9 +25,10 @@ class DDP(Distributed):
             return model
         args: Any = self.args
         unused = args.ddp_find_unused_parameters
-        # LLaVA takes the features from a layer before the last, whose weights are then in no loss.
+        # Poolers, and the last layer of LLaVA's image encoder, are in no loss. Whether they are does not show where
+        # the graph is built anew within the backward.
         reentrant = (args.activation_checkpointing_kwargs or {}).get("use_reentrant", False)
-        looks = not args.activation_checkpointing or (sees(model) and not reentrant)
+        looks = not (args.activation_checkpointing and reentrant)
         options: dict[str, Any] = {"bucket_cap_mb": args.ddp_bucket_cap_mb, "static_graph": args.ddp_static_graph}
         options["broadcast_buffers"] = args.ddp_broadcast_buffers
         options = {name: value for name, value in options.items() if value is not None}
