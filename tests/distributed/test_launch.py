@@ -23,7 +23,7 @@ from tests.contract.trainers import causal_lm
 
 torch.set_num_threads(1)
 args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-options = dict(fsdp=args.fsdp, fsdp_config=args.fsdp_config)
+options = dict(fsdp=args.fsdp, fsdp_config=args.fsdp_config, use_cpu=args.use_cpu)
 trainer = causal_lm()(args.output_dir, max_steps=1, per_device_train_batch_size=2, **options)
 trainer.train()
 said = dict(size=trainer.dist.world_size, fsdp=trainer.is_fsdp_enabled, precision=trainer.dist.precision,
@@ -96,6 +96,12 @@ def start(command, **changes):
 def test_the_launcher_of_earlier_years_and_its_flag(script):
     said, _ = start([*OLD, "--master_port", str(free_port()), *script])
     assert said["size"] == 2 and said["local"] == 0  # it was handed --local-rank=0
+
+
+@pytest.mark.rotated("launchers")
+def test_processes_without_a_gpu_are_joined_without_being_told_to_use_the_cpu(script):
+    said, _ = start([*OURS, "-n", "2", *(word for word in script if word != "--use_cpu")], CUDA_VISIBLE_DEVICES="")
+    assert (said["size"], said["device"]) == (2, "cpu")
 
 
 @pytest.mark.rotated("launchers")

@@ -311,6 +311,7 @@ def test_a_list_of_datasets_is_named_after_its_files(run_file, tmp_path):
         ("{a: {pth: train.jsonl}}", "unknown key 'pth', did you mean 'path'"),
         ("{a: {weight: 2}}", "a has no path"),
         ("{a: {path: none.jsonl}}", "'none.jsonl' of a does not exist"),
+        ("{a: {path: trian.jsonl}}", "did you mean 'train.jsonl'?"),
         ("{a: {path: train.jsonl, weight: 1}, b: eval.jsonl}", "a has a weight and b has none"),
         ("{a: {path: train.jsonl, weight: -1}}", "the weight -1 of a must be above 0"),
         ("{a: {path: train.jsonl, max_tokens: many}}", "the max_tokens 'many' of a must be above 0"),
@@ -419,6 +420,9 @@ def test_after_ctrl_c_the_checkpoint_is_named_and_after_an_error_a_note_names_it
     with pytest.raises(RuntimeError) as raised:
         main(["sft", "run.yaml", "--output_dir", "other"])
     assert any("other/checkpoint-2 is saved" in note for note in raised.value.__notes__)
+    with pytest.raises(RuntimeError) as raised:
+        main(["sft", "run.yaml", "--output_dir", "third", "--save_strategy", "no"])
+    assert any("save_on_exception, which saves the last whole step" in note for note in raised.value.__notes__)
 
 
 def test_a_disk_that_is_full_at_the_end_is_said_in_a_sentence(run_file, monkeypatch, capsys):

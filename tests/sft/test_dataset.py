@@ -159,6 +159,15 @@ def test_formatting_func_may_return_texts_or_messages(tok, formatting_func, expe
         assert [tok.decode(ids).removesuffix(EOS) for ids in prepared["input_ids"]] == expected
 
 
+def test_formatting_func_may_apply_the_chat_template_to_a_batch(tok):
+    def of_batch(rows):  # which fails on a row in another way: its messages are dicts
+        return [tok.apply_chat_template(messages, tokenize=False) for messages in rows["messages"]]
+
+    prepared, _ = prepare_dataset([{"messages": CHAT}] * 2, tok, formatting_func=of_batch)
+    text = tok.apply_chat_template(CHAT, tokenize=False)
+    assert [tok.decode(ids).removesuffix(EOS) for ids in prepared["input_ids"]] == [text.removesuffix(EOS)] * 2
+
+
 def test_bos_is_put_before_texts_once():
     from tokenizers import processors
 

@@ -138,6 +138,8 @@ def test_arguments_of_earlier_versions_are_taken_with_a_warning_each(printed):
         trainer = printed(output_dir="out", per_device_train_batch_size=2)
     said = [str(warning.message) for warning in warned]
     assert sum("dataset_text_field" in text for text in said) == sum("max_seq_length" in text for text in said) == 1
+    places = [warning.filename for warning in warned if "is now" in str(warning.message)]
+    assert set(places) == {__file__}, "each names the line of the script"
     assert isinstance(trainer.args, SFTConfig) and trainer.args.per_device_train_batch_size == 2
     assert trainer.args.max_length == 32 == max(len(row["input_ids"]) for row in trainer.train_dataset)
     assert trainer.state.global_step == 3

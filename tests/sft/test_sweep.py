@@ -80,6 +80,12 @@ def test_what_is_wrong_with_a_sweep_is_said_before_anything_is_trained(run_file,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_first_trial_that_is_not_of_the_file_is_announced(run_file, capsys):
+    assert main(["sweep", "run.yaml", "--n_trials", "1", "--learning_rate", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "The space leaves out values of the file" in out and "Trial 0: learning_rate 1," not in out
+
+
 def test_a_trainer_without_model_init_starts_each_trial_with_its_first_weights(tmp_path):
     rows = [{"text": text} for text in tiny.CORPUS[:4]]
     args = SFTConfig(

@@ -66,6 +66,21 @@ def vars_of(face: str) -> list[str]:
     return importlib.import_module(f"posttrain.{face}").__all__
 
 
+def test_the_one_import_of_a_script_for_preferences_changes_its_package_alone():
+    """As the scripts of trl for DPO, KTO, GRPO and reward models import."""
+    from posttrain.rl import (  # noqa: F401
+        DatasetMixtureConfig,
+        DPOTrainer,
+        ModelConfig,
+        ScriptArguments,
+        TrlParser,
+        get_dataset,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+
+
 def test_an_import_raises_import_error_and_an_attribute_attribute_error():
     from posttrain import rl
 

@@ -492,7 +492,14 @@ HISTORY = [
         "step": 5,
     },
     {"loss": 1.5, "epoch": 1.0, "step": 10},
-    {"eval_loss": 1.9, "eval_accuracy": 0.45, "eval_steps_per_second": 3.0, "epoch": 1.0, "step": 10},
+    {
+        "eval_loss": 1.9,
+        "eval_accuracy": 0.45,
+        "eval_steps_per_second": 3.0,
+        "eval_num_tokens": 640,
+        "epoch": 1.0,
+        "step": 10,
+    },
     {"train_runtime": 3.0, "train_loss": 1.75, "epoch": 1.0, "step": 10},
 ]
 

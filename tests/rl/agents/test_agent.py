@@ -638,6 +638,7 @@ def test_a_command_is_run_for_each_row_and_its_verifier_gives_the_reward(tmp_pat
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     agent = AgentCommand([sys.executable, str(program), "{sum}"], verifier, {"WHERE": "{folder}"})
+    assert agent.__name__ == "program" and AgentCommand(verifier).__name__ == verifier[0]
     run = trainer(tmp_path, agent=agent)
     done = run.rollout_maker.sample(run.new_samples(ROWS[:2]))
     assert run.rollout_maker.score(done).rewards[:, 0].tolist() == rewards and [len(one.ids) for one in done] == [4, 4]

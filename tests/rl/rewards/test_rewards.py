@@ -104,7 +104,8 @@ def broken(completions):
 
 
 def test_a_failure_stops_the_run_and_shows_the_text():
-    with pytest.raises(RewardError, match="(?s)'broken' failed on 2 completions: KeyError: 'answer'.*completion: 'x'"):
+    says = "(?s)'broken' failed on 2 completions: KeyError: 'answer'.*completion: 'x'.*reward_on_error='mask'"
+    with pytest.raises(RewardError, match=says):
         score(broken)
 
 

@@ -93,7 +93,7 @@ class DataSource(metaclass=ConfigMeta):
                 continue  # the field's own check reports it
             for name in names:
                 if _is_absent(name):
-                    yield f"{field}={name!r} does not exist (looked in {Path.cwd()})"
+                    yield f"{field}={name!r} does not exist{_looked_in(name)}"
                 elif Path(name).expanduser().is_file() and _builder(name) is None:
                     yield f"{field}={name!r} is no file of rows; convert it to one that ends in {', '.join(BUILDERS)}"
             if len(names) > 1 and (None in (kinds := {_builder(name) for name in names}) or len(kinds) > 1):
@@ -129,7 +129,7 @@ class DataSource(metaclass=ConfigMeta):
                     bounds = f"above 0{' and at most 1' * (most == 1)}"
                     yield f"dataset_mixture: the {field} {value!r} of {name} must be {bounds}"
             for path in filter(_is_absent, _as_list(part.path)):
-                yield f"dataset_mixture: {path!r} of {name} does not exist (looked in {Path.cwd()})"
+                yield f"dataset_mixture: {path!r} of {name} does not exist{_looked_in(path)}"
 
     def parts(self) -> dict[str, Part]:
         """The datasets of `dataset_mixture` by name; those of a list are named after their files or folders.
@@ -326,7 +326,7 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]
     for name in filter(_is_absent, names):
-        raise DataError(f"{name} cannot be read: it does not exist (looked in {Path.cwd()}).")
+        raise DataError(f"{name} cannot be read: it does not exist{_looked_in(name, end='.')}")
     saved = Path(names[0]).is_dir() and any(
         (Path(names[0]) / marker).exists() for marker in ("dataset_dict.json", "state.json")
     )
@@ -453,6 +453,12 @@ def _kind(folder: str) -> str | None:
 def _is_absent(name: str) -> bool:
     """Whether `name` means a file or folder that is not there."""
     return _is_file_name(name) and not Path(name).expanduser().exists()
+
+
+def _looked_in(name: str, end: str = "") -> str:
+    """The folder that `name` was looked for in, and the file beside it that may be meant; else `end`."""
+    beside = [str(path) for path in Path(name).parent.glob("*")]
+    return f" (looked in {Path.cwd()}){did_you_mean(str(Path(name)), beside, end)}"
 
 
 def _is_file_name(name: str) -> bool:

@@ -90,7 +90,7 @@ def _run_to_its_end(method: Method, run: Run, words: Sequence[str]) -> None:
         method.run(run)
     except BaseException as error:
         if _has_begun(run.config, began):
-            text = _stopped(run.config, words)
+            text = _stopped(run.config, words, error)
             if isinstance(error, Exception):
                 error.add_note(text)
             else:
@@ -166,15 +166,15 @@ def _commands(folder: Path, kind: str, is_adapter: bool) -> Iterator[tuple[str, 
         yield f"posttrain export {name} {name}.gguf --llama_cpp llama.cpp", "with a clone of llama.cpp"
 
 
-def _stopped(config: Any, words: Sequence[str]) -> str:
-    """What is left of a run that did not come to its end, and how it goes on."""
+def _stopped(config: Any, words: Sequence[str], error: BaseException) -> str:
+    """What is left of a run that `error` or a signal ended, and how it goes on."""
     if (goes_on := _go_on(config, words)) is not None:
         return f"{goes_on[0]} is saved. To go on from it:\n  {goes_on[1]}"
     how = "save_strategy is 'no'" if config.save_strategy == "no" else "no checkpoint was written"
-    return (
-        f"Nothing was saved: {how}. Set save_strategy and save_steps, or save_on_signal, which saves a checkpoint at "
-        "Ctrl-C."
-    )
+    instead = "save_on_signal, which saves a checkpoint at Ctrl-C"
+    if isinstance(error, Exception):
+        instead = "save_on_exception, which saves the last whole step"
+    return f"Nothing was saved: {how}. Set save_strategy and save_steps, or {instead}."
 
 
 def _go_on(config: Any, words: Sequence[str], *more: str) -> tuple[Path, str] | None:

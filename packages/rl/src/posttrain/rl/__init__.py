@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING
 from posttrain.core import registry
 
 if TYPE_CHECKING:
+    from posttrain.cli.mixture import DatasetMixtureConfig, get_dataset
+    from posttrain.cli.scripts import (
+        ScriptArguments,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+    from posttrain.lm.loading.arguments import ModelConfig
     from posttrain.rl.agents.agent import Agent
     from posttrain.rl.agents.command import AgentCommand
     from posttrain.rl.algorithms.a2po import A2POConfig, A2POTrainer

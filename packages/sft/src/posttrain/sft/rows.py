@@ -326,11 +326,11 @@ def _reads_batches(function: Callable[..., Any], row: Mapping[str, Any]) -> bool
     try:
         if not isinstance(function(dict(row)), list):
             return False
-    except (TypeError, IndexError, KeyError):
+    except (LookupError, TypeError, AttributeError, ValueError):
         pass
     try:
         result = function({key: [value] for key, value in row.items()})
-    except (TypeError, AttributeError, KeyError):
+    except (LookupError, TypeError, AttributeError, ValueError):
         return False
     return isinstance(result, list) and len(result) == 1 and isinstance(result[0], str)
 

@@ -101,7 +101,7 @@ class Footprint:
             "generation cache": self.cache,
         }
         rest = self.peak - sum(found.values())
-        found["passing tensors" if rest > 0 else "not at the same time"] = rest
+        found["passing tensors" if rest > 0 else "not there at the peak"] = rest
         return {name: size for name, size in found.items() if size or name == "weights"}
 
 

@@ -33,8 +33,9 @@ Trains again and again, each time with other arguments, evaluates, and prints wh
       num_train_epochs: {low: 1, high: 3}
 
 Without a space it is the learning rate, from a tenth to ten times that of the file. The first trial has the values of
-the file. Trials that do worse than most at an evaluation end early. Each trial has a folder below output_dir; the
-model of the best is kept. Started again, the command goes on with the trials that are missing. Needs optuna."""
+the file, if the space holds them. Trials that do worse than most at an evaluation end early. Each trial has a folder
+below output_dir; the model of the best is kept. Started again, the command goes on with the trials that are missing.
+Needs optuna."""
 TRIALS, PAGE = "trials.log", "sweep.html"
 KEYS = ("n_trials", "metric", "direction", "space")
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -119,6 +120,8 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
     done = sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in study.trials)
     if not done and own:
         study.enqueue_trial(own)
+    elif not done:
+        print("The space leaves out values of the file: the first trial is drawn as the others are.")
 
     def objective(trial: Any) -> float:
         chosen = {name: _suggest(trial, name, values) for name, values in sweep.space.items()}

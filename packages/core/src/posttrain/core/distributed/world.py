@@ -113,12 +113,14 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Uneven
     # `Distributed.autocast` handles autocast, because accelerate would patch the forward of the user's model. Its
     # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
     # backward, which old training_steps call, would divide the loss again.
-    forget_another_device(device(args.use_cpu))
+    place = device(args.use_cpu)
+    forget_another_device(place)
     # For loaders that a subclass prepares itself. Their batch sizes are divided already (`split_batches`).
     names = ("dispatch_batches", "even_batches", "use_seedable_sampler")
     loaders = DataLoaderConfiguration(data_seed=own.data_seed, **{name: own.accelerator_config[name] for name in names})
+    on_cpu = place.type == "cpu" or None  # accelerate joins processes on the CPU only where it is told of the CPU
     with without_plugins():
-        return UnevenAccelerator(cpu=args.use_cpu or None, kwargs_handlers=[group], dataloader_config=loaders)
+        return UnevenAccelerator(cpu=on_cpu, kwargs_handlers=[group], dataloader_config=loaders)
 
 
 #: Whether forwards compute whole rows, where processes could split them.

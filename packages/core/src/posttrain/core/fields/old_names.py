@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -93,6 +94,14 @@ class AnswersToOldNames:
         object.__setattr__(self, name, value)
 
 
+def level_outside() -> int:
+    """The ``stacklevel`` with which the caller warns of the line outside of posttrain that called it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("posttrain."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def translate_old_names(
     config_class: type, kwargs: dict[str, Any], fields: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
@@ -111,9 +120,15 @@ def translate_old_names(
             if old.harmless is not None and value not in old.harmless:
                 problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
             elif value not in old.says_nothing:
-                warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
+                warnings.warn(
+                    f"{config_class.__name__}: {name} has no effect: {old.why}",
+                    FutureWarning,
+                    stacklevel=level_outside(),
+                )
         elif value in old.ignore:
-            warnings.warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=3)
+            warnings.warn(
+                f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=level_outside()
+            )
         elif old.most is not None and isinstance(value, int | float) and not 0 <= value <= old.most:
             problems.append(f"{name}={shown(name, value)} must be from 0 to {old.most}; {old.new} takes larger numbers")
         else:
@@ -128,7 +143,7 @@ def translate_old_names(
             else:
                 now = f"{old.new}={shown(old.new, new_value)}"
                 warning = f"{config_class.__name__}: {name}={shown(name, value)} is now {now}"
-                warnings.warn(warning, FutureWarning, stacklevel=3)
+                warnings.warn(warning, FutureWarning, stacklevel=level_outside())
                 today[old.new] = new_value
     return today, problems
 
@@ -178,7 +193,7 @@ def moved_arguments(owner: str, config_class: type, given: dict[str, Any]) -> di
         raise ConfigError(owner, problems)
     for name in today.keys() & moved.keys():
         message = f"{owner}: {name}= is now {config_class.__name__}({name}=...); both work."
-        warnings.warn(message, FutureWarning, stacklevel=4)
+        warnings.warn(message, FutureWarning, stacklevel=level_outside())
     return today
 
 

@@ -26,9 +26,11 @@ from posttrain.core.models.wrapping import adapters_of, base_model, base_name, i
 logger = logging.getLogger(__name__)
 
 MARK = "<!-- Written by posttrain. A card without this line is never overwritten. -->"
-_PERFORMANCE = re.compile(r"(.*_)?(runtime|samples_per_second|steps_per_second|epoch|step|num_input_tokens_seen)")
+_PERFORMANCE = re.compile(
+    r"(.*_)?(runtime|samples_per_second|steps_per_second|epoch|step|num_(input_tokens_seen|tokens))"
+)
 _MAX_ROWS = 20
-_NOT_OF_MODELS = ("loss", "grad_norm", "learning_rate", "total_flos", "num_tokens")
+_NOT_OF_MODELS = ("loss", "grad_norm", "learning_rate", "total_flos")
 _COLUMNS = ("Epoch", "Step", "Training loss")
 
 # Always in the table, in this order; other arguments only where they were changed.

@@ -76,9 +76,7 @@ def detect_format(columns: Iterable[str], among: Iterable[str] = FORMATS) -> str
     for name in among:
         if any(wanted <= names for wanted in FORMATS[name]):
             return name
-    wanted = "; ".join(
-        f"{name}: " + " or ".join("+".join(sorted(columns)) for columns in FORMATS[name]) for name in among
-    )
+    wanted = "; ".join(" and ".join(sorted(columns)) for name in among for columns in FORMATS[name])
     fits = {"prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected")}
     hint = next((hint for one in among if (hint := layouts.rename_hint(columns, fits.get(one, ())))), "")
     raise DataError(f"The columns {sorted(names)} fit no format. Rename them to one of: {wanted}.{hint}")

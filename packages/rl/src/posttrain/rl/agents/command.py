@@ -44,7 +44,8 @@ class AgentCommand:
     ) -> None:
         self.command, self.verifier = _words(command), None if verifier is None else _words(verifier)
         self.environment = dict(environment or {})
-        self.__name__ = Path(self.command[0]).name
+        scripts = [Path(word).stem for word in self.command if word.endswith(".py")]
+        self.__name__ = (scripts or [Path(self.command[0]).name])[0]  # its rewards are logged under it
 
     async def __call__(self, episode: Any, row: dict[str, Any]) -> float | None:
         """The reward of a run on `row`; None if there is none.

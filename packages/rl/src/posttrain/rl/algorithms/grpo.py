@@ -1,5 +1,14 @@
-"""Group Relative Policy Optimization, Shao et al. 2024, https://arxiv.org/abs/2402.03300, and its successors'
-losses.
+r"""Group Relative Policy Optimization, Shao et al. 2024, https://arxiv.org/abs/2402.03300, and its successors' losses.
+
+Of completions :math:`o_i` of one prompt with rewards :math:`r_i` and ratios :math:`\rho_{it}` of the policy to the one
+that made the rollout, eq. 3 as a loss, for ``loss_type="grpo"``:
+
+.. math::
+    A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r)}, \quad
+    -\frac{1}{G} \sum_i \frac{1}{|o_i|} \sum_t \min\big(\rho_{it} A_i,
+    \mathrm{clip}(\rho_{it}, 1 - \epsilon, 1 + \epsilon) A_i\big) + \beta\,KL(\pi_\theta \| \pi_{ref})
+
+The other losses are in `posttrain.rl.losses.policy_losses`.
 """
 
 from __future__ import annotations

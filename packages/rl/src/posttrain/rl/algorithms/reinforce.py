@@ -1,4 +1,9 @@
-"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages normalised over the batch."""
+r"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages normalised over the batch, eq. 10 to 12.
+
+.. math:: A_i = \frac{R_i - \mathrm{mean}(R)}{\mathrm{std}(R)}, \quad R_i = r_i - \mathrm{mean}(r \text{ of its group})
+
+with mean and standard deviation over all prompts; without ``group_baseline``, R is r.
+"""
 
 from __future__ import annotations
 

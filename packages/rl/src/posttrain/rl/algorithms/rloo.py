@@ -1,4 +1,12 @@
-"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740."""
+r"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
+
+A completion :math:`y_i` is one action, and its baseline the mean reward of the others of its group. With
+:math:`R_i = r_i - \beta \log(\pi(y_i|x) / \pi_{ref}(y_i|x))`, eq. 8 is the gradient
+
+.. math:: \frac{1}{G} \sum_i \Big(R_i - \frac{1}{G - 1} \sum_{j \ne i} R_j\Big) \nabla \log\pi(y_i|x)
+
+Here it is that of PPO's clipped surrogate, for several steps on a rollout.
+"""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@ class Rewards:
     def _report_failure(self, name: str, problem: str, sample: Sample, cause: Exception | None) -> None:
         message = f"The reward function {name!r} {problem}\n{_shown(sample)}"
         if self.options.reward_on_error == "raise":
-            raise RewardError(message) from cause
+            remedy = "reward_on_error='mask' leaves such completions out, 'value' gives them reward_error_value."
+            raise RewardError(f"{message}\n{remedy}") from cause
         if name not in self._told:  # the first failure in full; the share of the later ones is in the log
             self._told.add(name)
             what = "left out" if self.options.reward_on_error == "mask" else f"scored {self.options.reward_error_value}"
