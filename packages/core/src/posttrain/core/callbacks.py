@@ -214,6 +214,10 @@ class CallbackHandler:
             return self._listeners[event]
         return [callback for callback in now if hasattr(callback, event)]
 
+    def look_again(self) -> None:
+        """Find out again which event each callback implements, since a script may have given it methods."""
+        self._listed = []
+
     def _in_turn(self, event: str, listening: list[Any]) -> Iterator[Any]:
         """Those `listening`, and those that they add meanwhile; none that they take out."""
         before = list(self.callbacks)
@@ -305,6 +309,8 @@ def hears(callback: Any, event: str) -> bool:
     """Whether `callback` implements `event`; the empty method of a `TrainerCallback` does not count."""
     if event in getattr(callback, "__dict__", ()):
         return True
+    if type(callback).__getattribute__ is not object.__getattribute__:  # it may answer for its class
+        return hasattr(callback, event)
     method = getattr(type(callback), event, None)
     if method is None:  # a callback with __getattr__ implements what it returns
         return hasattr(callback, event)

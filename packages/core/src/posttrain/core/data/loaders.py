@@ -97,9 +97,17 @@ class Loaders:
         return most
 
     def adopt(self, loader: Any, is_training: bool = True) -> Any:
-        """`loader` with a position and a part for each process; see `posttrain.core.data.pipeline.adopt`."""
-        dist, seed = self.owner.dist, self.owner.data_seed
-        return pipeline.adopt(loader, rank=dist.rank, world_size=dist.world_size, seed=seed, is_training=is_training)
+        """`loader` with a position and a part for each process; see `posttrain.core.data.pipeline.adopt`. Where the
+        processes would not read the same first, each keeps what it reads.
+        """
+        dist = self.owner.dist
+        given: dict[str, Any] = {"seed": self.owner.data_seed, "is_training": is_training}
+        if dist.world_size > 1 and not isinstance(loader, pipeline.Loader):
+            first = dist.gather_patiently(pipeline.first_read(loader, self.owner.data_seed), "that all have a loader")
+            given |= {"rank": dist.rank, "world_size": dist.world_size, "own_rows": len({*first}) > 1}
+            if given["own_rows"]:
+                logger.info("The given %s has other rows for each process: none are dealt.", type(loader).__name__)
+        return pipeline.adopt(loader, **given)
 
     def end_workers(self, loader: Any) -> None:
         """No process reads any more for `loader`, nor for those that are kept."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import inspect
 import logging
 import os
@@ -22,12 +24,20 @@ from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
 from posttrain.core.data.samplers import BY_LENGTH as BY_LENGTH
-from posttrain.core.data.samplers import STRATEGIES, follows_epochs, transforms_rows
+from posttrain.core.data.samplers import (
+    STRATEGIES,
+    follows_epochs,
+    inner_sampler,
+    knows_position,
+    private_random_numbers,
+    transforms_rows,
+)
 from posttrain.core.data.samplers import has_length as has_length
 from posttrain.core.data.samplers import is_stream as is_stream
 from posttrain.core.data.samplers import row_lengths as row_lengths
 from posttrain.core.data.stateful_dataloader import ENGINE
 from posttrain.core.data.stateful_dataloader import Loader as Loader
+from posttrain.core.data.streams import is_one_shot
 from posttrain.core.errors import DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -150,18 +160,63 @@ def first_rows(dataset: Any, number: int) -> Any:
     return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
 
 
-def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bool = True) -> Loader:
+def _is_of_accelerate(loader: Any) -> bool:
+    return type(loader).__module__.partition(".")[0] == "accelerate"
+
+
+def first_read(loader: Any, seed: int) -> str | None:
+    """What a user's loader gives this process first, to be compared with what it gives the others: the rows' numbers;
+    of a stream a digest of the first row, of any other loader one of the first batch. None where looking would take a
+    row away, or accelerate has divided the rows.
+    """
+    if _is_of_accelerate(loader):
+        return None
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if is_plain and not is_stream(loader.dataset):
+        sampler: Any = copy.copy(loader.batch_sampler)
+        if sampler is None:
+            return None
+        if inner_sampler(sampler) is not None:  # one that counts its passes is to begin with the first
+            sampler.sampler = copy.copy(sampler.sampler)
+        return repr(Loader(loader.dataset, batch_sampler=sampler, seed=seed).rows_of(0, 0))
+    source = loader.dataset if is_plain else loader  # a loader would start its workers
+    if is_one_shot(source):
+        return None
+    if knows_position(source):  # which is to stay
+        try:
+            source = copy.deepcopy(source)
+        except Exception:  # of any kind of dataset
+            return None
+    with private_random_numbers(seed):
+        return hashlib.blake2b(repr(_values_in(next(iter(source), None))).encode()).hexdigest()
+
+
+def _values_in(batch: Any) -> Any:
+    """The numbers and texts in `batch`, to any depth; of other objects, their types."""
+    if isinstance(batch, Mapping):
+        return [(name, _values_in(value)) for name, value in batch.items()]
+    if isinstance(batch, (list, tuple)):
+        return [_values_in(value) for value in batch]
+    if hasattr(batch, "tolist"):
+        return batch.tolist()
+    return batch if isinstance(batch, (str, bytes, int, float)) else type(batch).__name__
+
+
+def adopt(
+    loader: Any, *, seed: int, rank: int = 0, world_size: int = 1, is_training: bool = True, own_rows: bool = False
+) -> Loader:
     """A user's loader, with a position and, over several processes, with the part of each.
 
     A plain `DataLoader` is rebuilt around its dataset, sampler and collator. Of anything else, batches are read as they
     come: each process keeps every `world_size`-th, and resuming reads the earlier ones again. A loader prepared by
-    accelerate, or one over a `DistributedSampler`, is taken to give each process its own part already. An evaluation
-    leaves out rows that accelerate has repeated to fill up the last batch.
+    accelerate, one over a `DistributedSampler`, or one with `own_rows`, gives each process its own part already. An
+    evaluation leaves out rows that accelerate has repeated to fill up the last batch.
     """
     if isinstance(loader, Loader):
         return loader
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed, "advance": is_training}
-    is_of_accelerate = type(loader).__module__.partition(".")[0] == "accelerate"
+    place["own_rows"] = own_rows
+    is_of_accelerate = _is_of_accelerate(loader)
     if is_of_accelerate:
         place |= {"rank": 0, "world_size": 1}
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
