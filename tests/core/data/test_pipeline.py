@@ -611,6 +611,8 @@ def test_what_a_loader_gives_first_is_looked_at_without_taking_it():
     given, place, drawn = DataLoader(stream, batch_size=2), stream.state_dict(), random.getstate()
     assert pipeline.first_read(given, 0) is not None and stream.state_dict() == place
     assert pipeline.first_read(given, 0) != pipeline.first_read(DataLoader(stream.skip(1)), 0)
+    stream = ByPass(9)
+    assert pipeline.first_read(DataLoader(stream), 0) == pipeline.first_read(stream, 0) and stream.passes == 0
     shuffled = [pipeline.first_read(DataLoader(NoisyStream(9)), seed) for seed in (1, 1, 2)]
     assert shuffled[0] == shuffled[1] != shuffled[2] and random.getstate() == drawn
     once = iter([{"x": torch.tensor([1])}])

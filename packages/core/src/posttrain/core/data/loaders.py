@@ -102,6 +102,7 @@ class Loaders:
         """
         dist = self.owner.dist
         given: dict[str, Any] = {"seed": self.owner.data_seed, "is_training": is_training}
+        given["whole"] = not self.owner.scaling.is_own_loss  # it may gather rows, of which each process has as many
         if dist.world_size > 1 and not isinstance(loader, pipeline.Loader):
             first = dist.gather_patiently(pipeline.first_read(loader, self.owner.data_seed), "that all have a loader")
             given |= {"rank": dist.rank, "world_size": dist.world_size, "own_rows": len({*first}) > 1}
