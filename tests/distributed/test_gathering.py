@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 import torch
@@ -121,11 +122,24 @@ def check_gather(accelerator):
         accelerator.gather("text")
 
 
+def check_warning(folder):
+    """Of a loss that gathers, in batches of our own making."""
+    given = {"args": arguments(TrainingArguments, folder, per_device_eval_batch_size=2), "data_collator": wide}
+    trainer = OwnLoss(tiny.causal_lm(), eval_dataset=tiny.token_rows(7), **given)
+    with TestCase().assertLogs("posttrain", "WARNING") as said:
+        Trainer.get_eval_dataloader(trainer)
+    assert "OwnLoss gathers rows" in said.output[0] and "dataloader_drop_last=True" in said.output[0]
+    with TestCase().assertNoLogs("posttrain", "WARNING"):
+        Trainer.get_eval_dataloader(trainer, tiny.token_rows(8))
+        Trainer(tiny.causal_lm(), eval_dataset=tiny.token_rows(7), **given).get_eval_dataloader()
+
+
 if __name__ == "__main__":  # two processes, started by the test above
     torch.set_num_threads(1)
     rows, folder = int(sys.argv[1]), Path(sys.argv[2])
     found = {kind.__name__: measured(kind, rows, folder / kind.__name__) for kind in (Gathers, OwnLoader, OwnLoss)}
     check_gather(Trainer(tiny.causal_lm(), arguments(TrainingArguments, folder / "last")).accelerator)
+    check_warning(folder / "warned")
     if torch.distributed.get_rank() == 0:
         for name, value in found.items():
             (folder / f"{name}.json").write_text(json.dumps(value))

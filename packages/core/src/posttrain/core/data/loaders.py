@@ -80,8 +80,17 @@ class Loaders:
         return loader
 
     def _most(self, dataset: Any, total: int, is_training: bool) -> int | None:
-        """Batches of `total` rows of an epoch, at most; a warning where an evaluation reads none."""
-        args = self.owner.args
+        """Batches of `total` rows of an epoch, at most; a warning where an evaluation reads none, or the last batch has
+        other numbers of rows on other processes, and the loss gathers them.
+        """
+        args, dist = self.owner.args, self.owner.dist
+        uneven = dist.world_size > 1 and not args.dataloader_drop_last and pipeline.has_length(dataset)
+        if uneven and len(dataset) % total and self.owner.scaling.gathers_rows:
+            logger.warning(
+                f"{self.owner.__class__.__name__} gathers rows through torch (all_gather), and of the last batch of "
+                f"{len(dataset)} rows processes have other numbers, with which torch ends or waits. Set "
+                "dataloader_drop_last=True, or gather with self.accelerator.gather."
+            )
         most = (args.overfit_batches or args.limit_train_batches) if is_training else None
         if most and pipeline.is_stream(dataset):
             raise DataError(
