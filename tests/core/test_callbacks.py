@@ -94,6 +94,25 @@ def test_only_those_that_do_something_are_called():
     assert handler.nobody_hears("on_substep_end")
 
 
+def test_methods_that_a_callback_gets_later_or_answers_itself_are_called(tmp_path):
+    class Answers(TrainerCallback):
+        def __getattribute__(self, name):
+            return (
+                (lambda *args, **kwargs: heard.append(name))
+                if name.startswith("on_")
+                else super().__getattribute__(name)
+            )
+
+    later, heard = TrainerCallback(), []
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+    trainer = Trainer(tiny.causal_lm(), args, pad, tiny.token_rows(8), callbacks=[Answers(), later])
+    assert heard == ["on_init_end"]
+    later.on_step_end = lambda args, state, control, **kwargs: heard.append(state.global_step)
+    trainer.train()
+    steps = [one for one in heard if one in (1, 2, "on_step_begin", "on_step_end")]
+    assert steps == ["on_step_begin", "on_step_end", 1, "on_step_begin", "on_step_end", 2]
+
+
 def test_add_pop_remove_by_class_and_instance(caplog):
     ears = Ears()
     handler = CallbackHandler([ears, DefaultFlowCallback])

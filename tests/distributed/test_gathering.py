@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 import torch
@@ -52,6 +53,21 @@ class OwnLoader(Gathers):
         return self.accelerator.prepare(DataLoader(self.eval_dataset, batch_size=2, collate_fn=self.data_collator))
 
 
+class OwnLoss(OwnLoader):
+    """Its loss gathers through torch, which needs as many rows on each process."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids = inputs["input_ids"].contiguous()
+        parts = [torch.zeros_like(ids) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, ids)
+        assert torch.equal(parts[torch.distributed.get_rank()], ids)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def get_train_dataloader(self):
+        rows = [self.train_dataset[place] for place in range(len(self.train_dataset) // 4 * 4)]
+        return self.accelerator.prepare(DataLoader(rows, batch_size=2, collate_fn=self.data_collator))
+
+
 def measured(kind, rows, folder):
     args = arguments(TrainingArguments, folder, per_device_train_batch_size=2, per_device_eval_batch_size=2,
                      num_train_epochs=1, train_sampling_strategy="sequential")  # fmt: skip
@@ -77,6 +93,21 @@ def test_rows_are_gathered_once_each_and_evaluated_once_each(rows, tmp_path):
     for name in ("Gathers", "OwnLoader"):
         loss, *others = json.loads((tmp_path / f"{name}.json").read_text())
         assert loss == pytest.approx(alone[0], rel=1e-5) and others == alone[1:], name
+    loss, found, _, evaluated = json.loads((tmp_path / "OwnLoss.json").read_text())
+    assert loss == pytest.approx(as_accelerate_fills_up(rows), rel=1e-5) and found == rows and evaluated == alone[3]
+
+
+def as_accelerate_fills_up(rows):
+    """The mean of the losses of batches of two, the last filled up with the first row, by the tokens that count."""
+    held_out, model = tiny.token_rows(rows, seed=1), tiny.causal_lm()
+    total = items = 0
+    for start in range(0, rows, 2):
+        batch = held_out[start : start + 2]
+        counted = sum(len(row["labels"]) - 1 for row in batch)
+        with torch.no_grad():
+            total += float(model(**wide((batch + held_out[:1])[:2])).loss) * counted
+        items += counted
+    return total / items
 
 
 def check_gather(accelerator):
@@ -91,11 +122,24 @@ def check_gather(accelerator):
         accelerator.gather("text")
 
 
+def check_warning(folder):
+    """Of a loss that gathers, in batches of our own making."""
+    given = {"args": arguments(TrainingArguments, folder, per_device_eval_batch_size=2), "data_collator": wide}
+    trainer = OwnLoss(tiny.causal_lm(), eval_dataset=tiny.token_rows(7), **given)
+    with TestCase().assertLogs("posttrain", "WARNING") as said:
+        Trainer.get_eval_dataloader(trainer)
+    assert "OwnLoss gathers rows" in said.output[0] and "dataloader_drop_last=True" in said.output[0]
+    with TestCase().assertNoLogs("posttrain", "WARNING"):
+        Trainer.get_eval_dataloader(trainer, tiny.token_rows(8))
+        Trainer(tiny.causal_lm(), eval_dataset=tiny.token_rows(7), **given).get_eval_dataloader()
+
+
 if __name__ == "__main__":  # two processes, started by the test above
     torch.set_num_threads(1)
     rows, folder = int(sys.argv[1]), Path(sys.argv[2])
-    found = {kind.__name__: measured(kind, rows, folder / kind.__name__) for kind in (Gathers, OwnLoader)}
+    found = {kind.__name__: measured(kind, rows, folder / kind.__name__) for kind in (Gathers, OwnLoader, OwnLoss)}
     check_gather(Trainer(tiny.causal_lm(), arguments(TrainingArguments, folder / "last")).accelerator)
+    check_warning(folder / "warned")
     if torch.distributed.get_rank() == 0:
         for name, value in found.items():
             (folder / f"{name}.json").write_text(json.dumps(value))

@@ -596,6 +596,29 @@ def test_a_loader_prepared_by_accelerate_is_adopted_as_it_is():
     assert sum(loader, []) == list(range(7)) and len(loader) == 4
 
 
+def test_what_a_loader_gives_first_is_looked_at_without_taking_it():
+    class ByPass(EveryOther):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(range(self.passes, self.num_rows, 2))
+
+    given = DataLoader(range(9), batch_size=2, sampler=ByPass(9))
+    assert pipeline.first_read(given, 0) == pipeline.first_read(given, 0) == "[1, 3]"
+    assert next(iter(given)).tolist() == [1, 3]
+    stream = datasets.Dataset.from_dict({"x": [3, 4, 5]}).to_iterable_dataset()
+    given, place, drawn = DataLoader(stream, batch_size=2), stream.state_dict(), random.getstate()
+    assert pipeline.first_read(given, 0) is not None and stream.state_dict() == place
+    assert pipeline.first_read(given, 0) != pipeline.first_read(DataLoader(stream.skip(1)), 0)
+    stream = ByPass(9)
+    assert pipeline.first_read(DataLoader(stream), 0) == pipeline.first_read(stream, 0) and stream.passes == 0
+    shuffled = [pipeline.first_read(DataLoader(NoisyStream(9)), seed) for seed in (1, 1, 2)]
+    assert shuffled[0] == shuffled[1] != shuffled[2] and random.getstate() == drawn
+    once = iter([{"x": torch.tensor([1])}])
+    assert pipeline.first_read(once, 0) is None and len(list(once)) == 1
+
+
 def test_the_loader_shows_the_users_dataset_and_settings():
     dataset = NoisyRows(7)
     workers = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3}

@@ -210,9 +210,11 @@ class CallbackHandler:
         if len(now) != len(known) or not all(map(operator.is_, now, known)):
             self._listed = list(now)
             self._listeners = {event: [cb for cb in now if hears(cb, event)] for event in EVENTS}
-        if event in self._listeners:
-            return self._listeners[event]
-        return [callback for callback in now if hasattr(callback, event)]
+        return self._listeners[event] if event in self._listeners else [cb for cb in now if hasattr(cb, event)]
+
+    def look_again(self) -> None:
+        """Find out again which event each callback implements, since a script may have given it methods."""
+        self._listed = []
 
     def _in_turn(self, event: str, listening: list[Any]) -> Iterator[Any]:
         """Those `listening`, and those that they add meanwhile; none that they take out."""
@@ -305,8 +307,8 @@ def hears(callback: Any, event: str) -> bool:
     """Whether `callback` implements `event`; the empty method of a `TrainerCallback` does not count."""
     if event in getattr(callback, "__dict__", ()):
         return True
-    method = getattr(type(callback), event, None)
-    if method is None:  # a callback with __getattr__ implements what it returns
+    method, answers = getattr(type(callback), event, None), type(callback).__getattribute__
+    if method is None or answers is not object.__getattribute__:  # it implements what it returns when asked for it
         return hasattr(callback, event)
     theirs = ("transformers.trainer_callback", f"TrainerCallback.{event}")
     is_empty = (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) == theirs

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset
 
 from posttrain.core.data.batch_limits import check_limits
@@ -56,8 +58,8 @@ class Rows(Dataset[Read]):
             yield collate(self.__getitems__(draw))
 
 
-class Filler(dict[str, Any]):
-    """A batch that only keeps this process in step with the others: it must be computed, and count for nothing."""
+class _Batch(dict[str, Any]):
+    """A batch that can be used as one of transformers' tokenizers."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -65,9 +67,14 @@ class Filler(dict[str, Any]):
         except KeyError:
             raise AttributeError(name) from None
 
-    def to(self, *args: Any, **kwargs: Any) -> Filler:
-        moved = ((key, value.to(*args, **kwargs) if hasattr(value, "to") else value) for key, value in self.items())
-        return Filler(moved)
+    def to(self, *args: Any, **kwargs: Any) -> _Batch:
+        moved = copy.copy(self)
+        moved.update((k, value.to(*args, **kwargs)) for k, value in self.items() if hasattr(value, "to"))
+        return moved
+
+
+class Filler(_Batch):
+    """A batch that only keeps this process in step with the others: it must be computed, and count for nothing."""
 
 
 class FillerList(list[Any]):
@@ -79,10 +86,34 @@ def is_filler(batch: Any) -> bool:
     return isinstance(batch, (Filler, FillerList))
 
 
-class Present:
-    """Whether the batch that this process has at hand is a filler: loaders say it, and loops that read ahead."""
+class Repeating(_Batch):
+    """A batch of `size` rows, the first `kept` of which count, for a loss that wants as many rows on each process: the
+    others are repeated. Once it is moved, it is as any other.
+    """
 
-    is_filler = False
+    def __init__(self, batch: Mapping[str, Any], kept: int | None = None, size: int = 0) -> None:
+        super().__init__(batch)
+        self.kept, self.size = kept, size
+
+    def counted(self) -> dict[str, Any]:
+        """The batch without the repeated rows."""
+        return {name: self.cut(value) for name, value in self.items()}
+
+    def cut(self, value: Any) -> Any:
+        """`value` without those of the repeated rows, where it has one for each row."""
+        has_rows = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple))
+        return value[: self.kept] if has_rows and len(value) == self.size else value
+
+
+class Present:
+    """How many rows count of the batch that this process has at hand, None for all: loaders say it, and loops that read
+    ahead.
+    """
+
+    kept: int | None = None
+
+    def set(self, batch: Any) -> None:
+        self.kept = 0 if is_filler(batch) else batch.kept if isinstance(batch, Repeating) else None
 
 
 PRESENT = Present()
@@ -92,10 +123,10 @@ def at_hand(batches: Iterable[Any]) -> Iterator[Any]:
     """`batches`, where `PRESENT` knows each until the next is asked for."""
     try:
         for batch in batches:
-            PRESENT.is_filler = is_filler(batch)
+            PRESENT.set(batch)
             yield batch
     finally:
-        PRESENT.is_filler = False
+        PRESENT.kept = None
 
 
 def as_filler(batch: Any) -> Filler | FillerList:

@@ -80,8 +80,17 @@ class Loaders:
         return loader
 
     def _most(self, dataset: Any, total: int, is_training: bool) -> int | None:
-        """Batches of `total` rows of an epoch, at most; a warning where an evaluation reads none."""
-        args = self.owner.args
+        """Batches of `total` rows of an epoch, at most; a warning where an evaluation reads none, or the last batch has
+        other numbers of rows on other processes, and the loss gathers them.
+        """
+        args, dist = self.owner.args, self.owner.dist
+        uneven = dist.world_size > 1 and not args.dataloader_drop_last and pipeline.has_length(dataset)
+        if uneven and len(dataset) % total and self.owner.scaling.gathers_rows:
+            logger.warning(
+                f"{self.owner.__class__.__name__} gathers rows through torch (all_gather), and of the last batch of "
+                f"{len(dataset)} rows processes have other numbers, with which torch ends or waits. Set "
+                "dataloader_drop_last=True, or gather with self.accelerator.gather."
+            )
         most = (args.overfit_batches or args.limit_train_batches) if is_training else None
         if most and pipeline.is_stream(dataset):
             raise DataError(
@@ -97,9 +106,18 @@ class Loaders:
         return most
 
     def adopt(self, loader: Any, is_training: bool = True) -> Any:
-        """`loader` with a position and a part for each process; see `posttrain.core.data.pipeline.adopt`."""
-        dist, seed = self.owner.dist, self.owner.data_seed
-        return pipeline.adopt(loader, rank=dist.rank, world_size=dist.world_size, seed=seed, is_training=is_training)
+        """`loader` with a position and a part for each process; see `posttrain.core.data.pipeline.adopt`. Where the
+        processes would not read the same first, each keeps what it reads.
+        """
+        dist = self.owner.dist
+        given: dict[str, Any] = {"seed": self.owner.data_seed, "is_training": is_training}
+        given["whole"] = not self.owner.scaling.is_own_loss  # it may gather rows, of which each process has as many
+        if dist.world_size > 1 and not isinstance(loader, pipeline.Loader):
+            first = dist.gather_patiently(pipeline.first_read(loader, self.owner.data_seed), "that all have a loader")
+            given |= {"rank": dist.rank, "world_size": dist.world_size, "own_rows": len({*first}) > 1}
+            if given["own_rows"]:
+                logger.info("The given %s has other rows for each process: none are dealt.", type(loader).__name__)
+        return pipeline.adopt(loader, **given)
 
     def end_workers(self, loader: Any) -> None:
         """No process reads any more for `loader`, nor for those that are kept."""

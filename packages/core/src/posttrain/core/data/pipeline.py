@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import hashlib
 import inspect
 import logging
 import os
@@ -17,17 +20,25 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 from posttrain.core.config import opt
 from posttrain.core.data.batch_samplers import make_train_sampler as make_train_sampler
 from posttrain.core.data.batch_samplers import token_batches as token_batches
-from posttrain.core.data.batches import as_filler
+from posttrain.core.data.batches import Repeating, as_filler
 from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
 from posttrain.core.data.samplers import BY_LENGTH as BY_LENGTH
-from posttrain.core.data.samplers import STRATEGIES, follows_epochs, transforms_rows
+from posttrain.core.data.samplers import (
+    STRATEGIES,
+    follows_epochs,
+    inner_sampler,
+    knows_position,
+    private_random_numbers,
+    transforms_rows,
+)
 from posttrain.core.data.samplers import has_length as has_length
 from posttrain.core.data.samplers import is_stream as is_stream
 from posttrain.core.data.samplers import row_lengths as row_lengths
 from posttrain.core.data.stateful_dataloader import ENGINE
 from posttrain.core.data.stateful_dataloader import Loader as Loader
+from posttrain.core.data.streams import is_one_shot
 from posttrain.core.errors import DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -150,24 +161,76 @@ def first_rows(dataset: Any, number: int) -> Any:
     return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
 
 
-def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bool = True) -> Loader:
+def _is_of_accelerate(loader: Any) -> bool:
+    return type(loader).__module__.partition(".")[0] == "accelerate"
+
+
+def first_read(loader: Any, seed: int) -> str | None:
+    """What a user's loader gives this process first, to be compared with what it gives the others: the rows' numbers;
+    of a stream a digest of the first row, of any other loader one of the first batch. None where looking would take a
+    row away, or accelerate has divided the rows.
+    """
+    if _is_of_accelerate(loader):
+        return None
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if is_plain and not is_stream(loader.dataset):
+        sampler: Any = copy.copy(loader.batch_sampler)
+        if sampler is None:
+            return None
+        if inner_sampler(sampler) is not None:
+            sampler.sampler = copy.copy(sampler.sampler)
+        return repr(Loader(loader.dataset, batch_sampler=sampler, seed=seed).rows_of(0, 0))
+    source = loader.dataset if is_plain else loader  # a loader would start its workers
+    copied = copy.deepcopy if is_plain and knows_position(source) else copy.copy
+    with contextlib.suppress(TypeError):  # one that counts its passes or rows is to begin with the first
+        source = copied(source)
+    if is_one_shot(source):
+        return None
+    with private_random_numbers(seed):
+        return hashlib.blake2b(repr(_values_in(next(iter(source), None))).encode()).hexdigest()
+
+
+def _values_in(batch: Any) -> Any:
+    """The numbers and texts in `batch`, to any depth; of other objects, their types."""
+    if isinstance(batch, Mapping):
+        return [(name, _values_in(value)) for name, value in batch.items()]
+    if isinstance(batch, (list, tuple)):
+        return [_values_in(value) for value in batch]
+    if hasattr(batch, "tolist"):
+        return batch.tolist()
+    return batch if isinstance(batch, (str, bytes, int, float)) else type(batch).__name__
+
+
+def adopt(
+    loader: Any,
+    *,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    is_training: bool = True,
+    own_rows: bool = False,
+    whole: bool = False,
+) -> Loader:
     """A user's loader, with a position and, over several processes, with the part of each.
 
     A plain `DataLoader` is rebuilt around its dataset, sampler and collator. Of anything else, batches are read as they
     come: each process keeps every `world_size`-th, and resuming reads the earlier ones again. A loader prepared by
-    accelerate, or one over a `DistributedSampler`, is taken to give each process its own part already. An evaluation
-    leaves out rows that accelerate has repeated to fill up the last batch.
+    accelerate, one over a `DistributedSampler`, or one with `own_rows`, gives each process its own part already. An
+    evaluation leaves out rows that accelerate has repeated to fill up the last batch; where a batch must be `whole`,
+    as for a loss that gathers rows itself, they only do not count.
     """
     if isinstance(loader, Loader):
         return loader
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed, "advance": is_training}
-    is_of_accelerate = type(loader).__module__.partition(".")[0] == "accelerate"
+    place["own_rows"] = own_rows
+    is_of_accelerate = _is_of_accelerate(loader)
     if is_of_accelerate:
         place |= {"rank": 0, "world_size": 1}
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         logger.info("Batches of the given %s are taken as they come; resuming reads them again.", type(loader).__name__)
         repeats = is_of_accelerate and not is_training and world_size > 1
-        adopted = Loader(_Batches(loader, rank if repeats else None), batch_size=None, collate_fn=unchanged, **place)
+        batches = _Batches(loader, rank if repeats else None, whole)
+        adopted = Loader(batches, batch_size=None, collate_fn=unchanged, **place)
         adopted.__dict__["dataset"] = getattr(loader, "dataset", loader)
         return adopted
     place |= {name: vars(loader)[name] for name in (*ENGINE, "worker_init_fn", "collate_fn")}
@@ -186,10 +249,12 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
 
 
 class _Batches(IterableDataset[Any]):
-    """A foreign loader, as a stream of its batches. With a `rank`, rows that accelerate has repeated are left out."""
+    """A foreign loader, as a stream of its batches. With a `rank`, rows that accelerate has repeated are left out, or
+    marked, of batches that must be `whole`.
+    """
 
-    def __init__(self, loader: Any, rank: int | None = None) -> None:
-        self.loader, self.rank = loader, rank
+    def __init__(self, loader: Any, rank: int | None = None, whole: bool = False) -> None:
+        self.loader, self.rank, self.whole = loader, rank, whole
         # accelerate does not tell the epoch to a batch sampler of which each process has a share.
         shared = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
         setters = [one.set_epoch for one in (loader, shared) if one is not None and follows_epochs(one)]
@@ -200,27 +265,24 @@ class _Batches(IterableDataset[Any]):
         for batch in self.loader:
             if self.rank is not None:
                 self.loader.end()  # else `gather_for_metrics` would leave out the repeated rows once more
-                batch = _without_repeated(batch, self.loader, self.rank)
+                batch = _marked(batch, self.loader, self.rank)
+                if isinstance(batch, Repeating) and not self.whole:
+                    batch = batch.counted()
             yield batch
 
     def __len__(self) -> int:
         return len(self.loader)
 
 
-def _without_repeated(batch: Any, loader: Any, rank: int) -> Any:
-    """The rows of `batch` with which accelerate has not filled up the last one of `loader`, which it has prepared."""
+def _marked(batch: Any, loader: Any, rank: int) -> Any:
+    """`batch` of `loader`, which accelerate has prepared; where it has filled up the last one, marked so."""
     state, sampler = vars(loader), vars(loader.batch_sampler)
     rest, size = state.get("remainder", -1), sampler.get("batch_size")
     if not (state.get("end_of_dataloader") and rest > 0 and size and sampler.get("even_batches")):
         return batch
     if (kept := min(max(rest - rank * size, 0), size)) == 0:
         return as_filler(batch)
-
-    def cut(value: Any) -> Any:
-        has_rows = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple))
-        return value[:kept] if has_rows and len(value) == size else value
-
-    return {name: cut(value) for name, value in batch.items()} if isinstance(batch, Mapping) else batch
+    return Repeating(batch, kept, size) if kept < size and isinstance(batch, Mapping) else batch
 
 
 def unchanged(batch: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -174,8 +175,11 @@ def follows_epochs(source: Any) -> bool:
 
 
 def knows_position(dataset: Any) -> bool:
-    """Whether a dataset can save and restore its own position."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    """Whether a dataset can save and restore its own position, and asks for nothing else to do so."""
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return False
+    parameters = inspect.signature(dataset.state_dict).parameters.values()
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
 
 
 def inner_sampler(sampler: Any) -> Any:

@@ -69,6 +69,7 @@ class Loader(DataLoader[Any]):
         limits: of the model's ids, see `check_limits`; each batch is checked before it is yielded.
         most: batches of an epoch at most, of rows by index.
         repeats: read in each epoch what the first one reads.
+        own_rows: each process reads other rows already; none are dealt.
         engine: further arguments of the `DataLoader`, such as ``num_workers``.
 
     Attributes:
@@ -92,6 +93,7 @@ class Loader(DataLoader[Any]):
         limits: Mapping[str, int] | None = None,
         most: int | None = None,
         repeats: bool = False,
+        own_rows: bool = False,
         **engine: Any,
     ) -> None:
         self.epoch = 0
@@ -103,7 +105,7 @@ class Loader(DataLoader[Any]):
         if engine["num_workers"]:
             engine["worker_init_fn"] = workers.WorkerStart(engine.get("worker_init_fn"))
         if is_stream(dataset):
-            if getattr(dataset, "_distributed", None) is not None:  # each process has its own rows already
+            if own_rows or getattr(dataset, "_distributed", None) is not None:  # each process has its own rows already
                 dealt["rank"], dealt["world_size"] = 0, 1
             dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
             stream = Stream(dataset, batch_size, **dealt)
@@ -116,7 +118,8 @@ class Loader(DataLoader[Any]):
             source = Rows(dataset, forward_epoch=advance)
             order = sampler if batch_sampler is None else batch_sampler
             already_dealt = inner_sampler(batch_sampler) if batch_sampler is not None else sampler
-            if isinstance(already_dealt, DistributedSampler) and already_dealt.num_replicas == world_size:
+            own_rows |= isinstance(already_dealt, DistributedSampler) and already_dealt.num_replicas == world_size
+            if own_rows:
                 dealt["rank"], dealt["world_size"] = 0, 1
             size = batch_size if batch_sampler is None else None
             dealt |= {"own_rank": rank, "seeded": engine["num_workers"] > 0, "most": most, "repeats": repeats}

@@ -25,9 +25,9 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not
         return operations.recursively_apply(_of_all, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """See `Accelerator.gather_for_metrics`; without the rows of a batch that only keeps this process in step."""
-        if PRESENT.is_filler:
-            input_data = operations.recursively_apply(lambda rows: rows[:0] if rows.ndim else rows, input_data)
+        """See `Accelerator.gather_for_metrics`; without rows that only keep this process in step."""
+        if (kept := PRESENT.kept) is not None:
+            input_data = operations.recursively_apply(lambda rows: rows[:kept] if rows.ndim else rows, input_data)
         return super().gather_for_metrics(input_data, use_gather_object)
 
 

@@ -270,14 +270,14 @@ class World:
     @contextlib.contextmanager
     def computing(self, batch: Any, metrics: Metrics) -> Iterator[None]:
         """Within this context the process computes `batch`. Of one that only keeps it in step, metrics, and rows that
-        scripts gather for metrics, count for nothing.
+        scripts gather for metrics, count for nothing; nor do rows that are repeated.
         """
-        batches.PRESENT.is_filler = batches.is_filler(batch)
+        batches.PRESENT.set(batch)
         try:
-            with metrics.apart() if batches.PRESENT.is_filler else NOTHING:
+            with metrics.apart() if batches.is_filler(batch) else NOTHING:
                 yield
         finally:
-            batches.PRESENT.is_filler = False
+            batches.PRESENT.kept = None
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the first of the processes that read the same rows; its result, or its error, on all of them.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from posttrain.core.config import opt
+from posttrain.core.data.batches import Repeating
 from posttrain.core.errors import did_you_mean
 from posttrain.core.evaluation.predictions import Kept, check_size, detach, map_tensors, nbytes, restore, to_numpy
 from posttrain.core.logging.metrics import Metrics, means
@@ -304,9 +305,12 @@ def run(
     expected = (num_batches or 0) * len(gather(None)) if keep else 0
     for inputs, is_last in _mark_last(batches):
         filler, entry = is_filler(inputs), None
-        items, here = count_items(inputs), count_rows(inputs)
-        shown = inputs.get(main_input) if "inputs" in include else None
+        part = inputs.counted() if isinstance(inputs, Repeating) else inputs
+        items, here = count_items(part), count_rows(part)
+        shown = part.get(main_input) if "inputs" in include else None
         loss, logits, labels = predict(inputs)
+        if isinstance(inputs, Repeating):
+            logits, labels = map_tensors((logits, labels), inputs.cut)
         counted = weight(items)
         if not filler:
             rows += here

@@ -39,6 +39,7 @@ class Evaluator:
         owner, args = self.owner, self.owner.args
         if not owner.is_in_train:  # a process that has prepared something may come hours after the others
             owner.dist.meet("the beginning of an evaluation")
+            owner.callback_handler.look_again()
         started, loader = time.perf_counter(), owner.loaders.adopt(loader, is_training=False)
         loss_only = None if keep or owner.compute_metrics is not None else True
         average = owner.run.ema if owner.is_in_train and args.ema_use != "final" else None

@@ -40,6 +40,7 @@ def set_up(
 ) -> Run:
     """Make the model, optimizer and state of a run, or load them from `checkpoint`."""
     args, handler = owner.args, owner.callback_handler
+    handler.look_again()
     override_checks.check_parts(owner)
     check_intervals(plan, args)
     find_owners(owner)

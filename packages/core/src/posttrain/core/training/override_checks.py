@@ -64,6 +64,11 @@ def reads_processes(owner: object) -> bool:
     return bool({"num_processes", "world_size"} & _read_by([*_theirs(owner.__class__), vars(owner)]))
 
 
+def gathers_rows(owner: object) -> bool:
+    """Whether such a method gathers through torch, which needs as many rows on each process."""
+    return bool({"all_gather", "all_gather_into_tensor"} & _read_by([*_theirs(owner.__class__), vars(owner)]))
+
+
 def _theirs(trainer_class: type) -> list[Mapping[str, Any]]:
     """What a user's classes among the bases of `trainer_class` define, by name."""
     return [vars(kind) for kind in trainer_class.__mro__ if not kind.__module__.startswith("posttrain.")]

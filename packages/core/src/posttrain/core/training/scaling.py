@@ -33,6 +33,7 @@ class Scaling:
         self.objective = normalization.Objective(owner.compute_loss, means, own_count=self.declared == "mixed")
         # No method or function of the user takes the place of our loss, or the model's.
         self.is_own_loss = override_checks.is_ours(owner, "compute_loss") and owner.compute_loss_func is None
+        self.gathers_rows = not self.is_own_loss and override_checks.gathers_rows(owner)
         # A loss is multiplied with it, since processes average their gradients.
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         stock = "windows get_batch_samples count_items prepare_inputs complete_inputs".split()
