@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.training.plan import Plan
+from posttrain.core.training.preemption import Left
 from posttrain.rl.losses import credit
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.online import reporting
@@ -67,6 +69,7 @@ class Rollouts:
         #: Whether the next so many rollouts can be had at once, after a second's wait at most; the same on every
         #: process. None: they are made when they are asked for.
         self.are_there: Callable[[int], bool] | None = None
+        self._leaving: Callable[[], contextlib.AbstractContextManager[None]] = nullcontext
         self._scoring = Turns(args.reward_concurrency) if args.max_staleness else nullcontext()
         if args.max_staleness:
             owner.sampler.generating = Turns()
@@ -76,6 +79,7 @@ class Rollouts:
         """Drop the present rollout; start the counts again unless `keeps_count`."""
         self.rollout: Rollout | None = None
         self.used, self._length = 0, self.per_rollout
+        self._read_again: dict[str, Any] = {}  # where a run that was left in a rollout reads on
         self.owner.sampler.synced_at = None
         if not keeps_count:
             self.num_rollouts = self.num_tokens = 0
@@ -135,6 +139,26 @@ class Rollouts:
             while rollouts > 0 and not are_there(rollouts):
                 if reason := owner.run.watch.settle(owner.dist.gather_patiently):
                     owner.run.interrupt(reason)
+
+    def window(self, stream: Iterator[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """The next `size` micro-batches of `stream`. A signal that comes while their first rollout is sampled or scored
+        is heard at once: the run is saved as it stood before, and left.
+        """
+        run, kept = self.owner.run, (self.rollout, self.used, self._length, self.num_rollouts)
+        position, undo = run.loader.state_dict(), run.undo_point()
+        rates = None if self.curriculum is None else self.curriculum.state_dict()
+        self._leaving = run.watch.at_once
+        try:
+            return list(islice(stream, size))
+        except Left as left:
+            self.rollout, self.used, self._length, self.num_rollouts = kept
+            if self.curriculum is not None and rates is not None:
+                self.curriculum.load_state_dict(rates)
+            self._read_again = {"loader": position}
+            undo()
+            run.interrupt(left.reason)
+        finally:
+            self._leaving = nullcontext
 
     @property
     def left(self) -> int:
@@ -274,13 +298,19 @@ class Rollouts:
         else:
             if (read := next(batches, None)) is None:
                 return None
-            sample = partial(self.sample_to_score, *self.begun(read))
+            rows, number = self.begun(read)
+
+            def sample() -> list[Sample]:
+                with self._leaving():
+                    return self.sample_to_score(rows, number)
+
             if sampler.can.has_own_weights:
                 self.sync()  # not below: an engine that stays away is waited for once
                 samples = sampler.with_attempts(sample, self.sync)
             else:
                 samples = sample()
-            scores = self.score(samples)
+            with self._leaving():
+                scores = self.score(samples)
         if self.curriculum is not None:
             self._count(self.curriculum, samples, scores)
         return samples, scores
@@ -325,6 +355,7 @@ class Rollouts:
         if self.curriculum is not None:
             metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
         samples, scores = self.with_signal(*scored, batches) if self.args.dynamic_sampling else scored
+        self._leaving = nullcontext  # what follows changes more
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
@@ -445,7 +476,7 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """The rollout that is being gone through, the counts, and how completions are dealt."""
         state = {"rollouts": self.num_rollouts, "dealt": self.how_dealt, "num_tokens": self.num_tokens}
-        state |= {} if self.background is None else self.background.position()
+        state |= self._read_again if self.background is None else self.background.position()
         state |= {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
         if self.rollout is not None and self.used < self._length:
             state |= {"rollout": self.rollout.state_dict(), "used": self.used}
