@@ -180,8 +180,8 @@ class WorkerEngine:
                 if time.monotonic() - self._heard > background.SLOW:
                     self._heard = math.inf  # it is said once
                     logger.warning(
-                        "The rollout_worker has given no completion for %g seconds, and its check_health() finds no fault. "
-                        "The run waits for it.",
+                        "The rollout_worker has given no completion for %g seconds, and its check_health() finds no "
+                        "fault. The run waits for it.",
                         background.SLOW,
                     )
                 return False
