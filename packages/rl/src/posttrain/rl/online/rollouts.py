@@ -30,7 +30,7 @@ from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.online import reporting
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background, Scored, Turns
-from posttrain.rl.online.curriculum import NUMBER, Curriculum
+from posttrain.rl.online.curriculum import NUMBER, Curriculum, passed
 from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.reporting import Summary
 from posttrain.rl.online.sampler import with_versions
@@ -195,7 +195,8 @@ class Rollouts:
         """The `samples` completed by the current weights. Every process must call it, also one that has none."""
         with self.owner.sampler.weights_to_generate(self.owner.model):
             self.sync()
-            return self.complete(samples, temperature)
+            with self._leaving():
+                return self.complete(samples, temperature)
 
     def sample_to_score(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """The completed samples of rollout `number`; where ``reward_concurrency`` is above 1, the scores of each group
@@ -261,7 +262,7 @@ class Rollouts:
             total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), scores.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
                 members = everyone[group * size : (group + 1) * size]
-                is_equal = is_equal and not (owner.credits_turns and _differ_in_turns(members))
+                is_equal = is_equal and not (owner.credits_turns and credit.differ([given for *_, given in members]))
                 (spare if is_equal else kept).extend(members)
             owner.metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
             more = None
@@ -298,12 +299,7 @@ class Rollouts:
         else:
             if (read := next(batches, None)) is None:
                 return None
-            rows, number = self.begun(read)
-
-            def sample() -> list[Sample]:
-                with self._leaving():
-                    return self.sample_to_score(rows, number)
-
+            sample = partial(self.sample_to_score, *self.begun(read))
             if sampler.can.has_own_weights:
                 self.sync()  # not below: an engine that stays away is waited for once
                 samples = sampler.with_attempts(sample, self.sync)
@@ -312,16 +308,9 @@ class Rollouts:
             with self._leaving():
                 scores = self.score(samples)
         if self.curriculum is not None:
-            self._count(self.curriculum, samples, scores)
+            own = passed([one.row_number for one in samples], scores.rewards[:, 0], self.args.pass_threshold)
+            self.curriculum.update([one for part in self.owner.dist.gather_object(own) for one in part])
         return samples, scores
-
-    def _count(self, curriculum: Curriculum, samples: list[Sample], scores: Scores) -> None:
-        """Let `curriculum` know which completions of all processes have passed."""
-        first = scores.rewards[:, 0]
-        passed = torch.where(first.isnan(), torch.nan, (first >= self.args.pass_threshold).float()).tolist()
-        numbers = [sample.row_number for sample in samples]
-        own = [(number, value) for number, value in zip(numbers, passed, strict=True) if number is not None]
-        curriculum.update([one for part in self.owner.dist.gather_object(own) for one in part])
 
     def begin(self, rows: list[dict[str, Any]], number: int, part: int = 0) -> list[Sample]:
         """Samples of rollout `number`, without completions; `rows` are that part of it."""
@@ -508,9 +497,3 @@ class Rollouts:
                 "a micro-batch): the rest of it is skipped, and the next prompts are sampled.",
                 *state["dealt"],
             )
-
-
-def _differ_in_turns(members: list[One]) -> bool:
-    """Whether turns of a group were rewarded differently: then it teaches something though its totals are equal."""
-    first, *others = [{of: [*given.turns] for of, given in turns.items()} for *_, turns in members]
-    return any(other != first for other in others)
