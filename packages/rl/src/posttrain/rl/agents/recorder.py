@@ -133,7 +133,7 @@ class Recorder:
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
         try:
             request = self._whole(request)
-            key = _key(request.history)
+            key: Any = _key(request.history)
             before, asked = self._continued(request, key)
         except (DataError, ValueError, TypeError, KeyError, AttributeError) as error:  # it comes as JSON of any kind
             why = str(error) if isinstance(error, (DataError, ValueError)) else f"{type(error).__name__}: {error}"
