@@ -458,7 +458,7 @@ def test_a_conversation_that_has_no_room_left_is_refused_with_the_code_of_length
     made = agents(lambda prompt: "x" * 500)
     access = made.open(context=120)
     whole = made.post(access, "chat/completions", {"messages": ASKED}).json()
-    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["finish_reason"] == "length" and whole["usage"]["total_tokens"] == 120
     said = [*ASKED, whole["choices"][0]["message"], {"role": "user", "content": "More."}]
     refused = made.post(access, "chat/completions", {"messages": said})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"

@@ -29,6 +29,14 @@ def test_returns_discount_what_follows_and_end_with_the_outcome():
     close(found, [[1 + 0.5 * 3, 3.0, 6.0], [1.0, NAN, NAN], [NAN, NAN, NAN]])
 
 
+def test_trajectories_of_all_processes_come_into_their_order_with_all_that_is_known_of_them():
+    one = turns(([1.0], 2.0), ([None, 5.0], 3.0), ([7.0], NAN), states=[[4], [5, 6], [7]])
+    found = one.ordered(torch.tensor([2, 0, 1]))
+    close(found.rewards, [[7.0, NAN], [1.0, NAN], [NAN, 5.0]])
+    close(found.outcomes, [NAN, 2.0, 3.0])
+    assert found.lengths.tolist() == [1, 1, 2] and found.states.tolist() == [[7, 0], [4, 0], [5, 6]]
+
+
 def test_returns_are_compared_with_all_turns_of_their_group():
     found = credit.return_advantages(torch.tensor([[1.0, 3.0], [2.0, NAN], [7.0, 7.0], [7.0, NAN]]), 2)
     close(found, [[-1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])

@@ -79,7 +79,7 @@ def make(out, kind=GRPOTrainer, rows=9, callbacks=None, reward=digit_sum, genera
 
 
 def prompts_of(trainer):
-    return [prompts for _, prompts, _ in trainer.notes]
+    return [prompts for _, prompts, _ in vars(trainer).get("notes", ())]
 
 
 @pytest.mark.parametrize(
@@ -664,6 +664,60 @@ def test_a_run_is_left_while_it_waits_for_a_rollout(ahead, tmp_path):
     resumed = make(tmp_path / "left", **changes)
     resumed.train(resume_from_checkpoint=True)
     assert [*prompts_of(left)[:step], *prompts_of(resumed)] == prompts_of(straight)
+    assert audit(tmp_path / "left").problems == []
+
+
+class Signals:
+    """Sends this process SIGTERM where it is called for the time `at`, and then waits to be left."""
+
+    def __init__(self, at):
+        self.at, self.calls = at, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(WAIT)
+            raise AssertionError("the signal was not heard")
+
+
+@pytest.mark.parametrize("where", ["sampling", "scoring"])
+@pytest.mark.parametrize(
+    ("at", "step", "changes"),
+    [
+        (1, 0, {}),
+        (3, 2, {}),
+        (2, 1, {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 9, "max_steps": 4}),
+        (4, 3, {"curriculum": True, "curriculum_explore": 0.0, "num_train_epochs": 3}),
+    ],
+    ids=["first", "third", "within a window", "curriculum"],
+)
+def test_a_run_is_left_within_a_rollout_and_resumes_before_it(where, at, step, changes, tmp_path):
+    signals = Signals(at)
+
+    class Engine(LocalGenerator):
+        def generate(self, *given, **options):
+            if where == "sampling":
+                signals()
+            return super().generate(*given, **options)
+
+    def reward(completion_ids):
+        if where == "scoring":
+            signals()
+        return digit_sum(completion_ids)
+
+    changes = {"save_on_signal": True, "rows": 13, "sample_ledger": True, "max_steps": 5} | changes
+    straight = make(tmp_path / "straight", **changes)
+    straight.train()
+    left = make(tmp_path / "left", reward=reward, generator=Engine(tiny.tokenizer()), **changes)
+    with pytest.raises(SystemExit) as ended:
+        left.train()
+    assert ended.value.code == 128 + signal.SIGTERM and left.state.global_step == step
+    resumed = make(tmp_path / "left", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert [*prompts_of(left), *prompts_of(resumed)] == prompts_of(straight)
+    assert all(map(torch.equal, resumed.model.parameters(), straight.model.parameters()))
+    assert resumed.state.log_history[-2] == straight.state.log_history[-2]
     assert audit(tmp_path / "left").problems == []
 
 

@@ -47,6 +47,12 @@ def test_pass_rates_follow_the_newest_completions():
     assert made.metrics() == {"curriculum/solved": 0.0, "curriculum/hopeless": 0.5, "curriculum/known": 2 / 3}
 
 
+def test_pass_rates_of_other_prompts_are_not_taken_from_a_checkpoint(caplog):
+    made = curriculum([0.5, 0.25, 1.0])
+    made.load_state_dict({"rates": torch.zeros(2, dtype=torch.float64)})
+    assert made.rates.tolist() == [0.5, 0.25, 1.0] and "pass rates of 2 prompts, and there are 3" in caplog.text
+
+
 def right(kind, completion_ids, **_):
     """Kind 0 is always right, kind 1 never, the others sometimes."""
     return [
@@ -54,12 +60,12 @@ def right(kind, completion_ids, **_):
     ]
 
 
-def trainer(folder, **options):
-    args = GRPOConfig(output_dir=str(folder), per_device_train_batch_size=8, num_generations=4, max_steps=24,
-                      max_completion_length=4, curriculum=True, curriculum_explore=0.0, sample_ledger=True,
-                      save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1,
-                      learning_rate=1e-3, **options)  # fmt: skip
-    return GRPOTrainer(tiny.causal_lm(), right, args, train_dataset=ROWS, processing_class=TOKENIZER)
+def trainer(folder, rewards=right, **options):
+    args = GRPOConfig(output_dir=str(folder), per_device_train_batch_size=8, num_generations=4,
+                      max_steps=options.pop("max_steps", 24), max_completion_length=4, curriculum=True,
+                      curriculum_explore=0.0, sample_ledger=True, save_strategy="no", report_to="none", use_cpu=True,
+                      disable_tqdm=True, logging_steps=1, learning_rate=1e-3, **options)  # fmt: skip
+    return GRPOTrainer(tiny.causal_lm(), rewards, args, train_dataset=ROWS, processing_class=TOKENIZER)
 
 
 def learned(folder):
@@ -75,9 +81,19 @@ def test_solved_and_hopeless_prompts_are_dropped_from_the_second_pass_on(tmp_pat
     kinds = [Counter(row["kind"] for rows in part for row in rows) for part in (seen[:8], seen[8:])]
     assert kinds[0] == {0: 16, 1: 16, 2: 16, 3: 16}
     assert not kinds[1][0] and not kinds[1][1]
+    assert all(len({row["prompt"] for row in rows[start : start + 4]}) == 1 for rows in seen for start in (0, 4))
     assert all(set(row) == {"prompt", "kind"} for rows in seen for row in rows)
     last = run.state.log_history[-2]
     assert last["curriculum/known"] == 1 and last["curriculum/solved"] >= 0.25 <= last["curriculum/hopeless"]
+
+
+def test_a_completion_passes_by_the_first_reward_function_alone(tmp_path):
+    def wrong(kind, **_):
+        return [3.0 * (one == 1) for one in kind]
+
+    run = trainer(tmp_path, [right, wrong], max_steps=8)
+    run.train()
+    assert run.rollout_maker.curriculum.rates.view(-1, 4)[:, :2].tolist() == [[1.0, 0.0]] * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"dynamic_sampling": True, "dynamic_sampling_rounds": 2}], ids=["", "dynamic"])

@@ -5,6 +5,7 @@ import pickle
 import queue
 import signal
 import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +17,7 @@ from posttrain.rl.generation.weights import Weights
 from posttrain.rl.losses.policy_losses import summed
 from posttrain.rl.online import rollout_worker
 from posttrain.rl.online.ledger import audit
+from posttrain.rl.rewards import background
 from tests import tiny
 
 
@@ -228,6 +230,34 @@ def test_what_other_processes_cannot_be_sent_is_named_with_its_field():
     )
     with pytest.raises(DataError, match=named):
         engine.take(1)
+
+
+def test_a_completion_is_pickled_once_for_all_processes():
+    pickled = []
+
+    class Noted(list):
+        def __reduce__(self):
+            pickled.append(True)
+            return list, (list(self),)
+
+    sent = rollout_worker.portable(Completion([3, 4], [0, 1], [0.0, -1.0], 0.5, 0, prompt=Noted("ab")))
+    assert pickle.loads(pickle.dumps([sent]))[0].prompt == sent.prompt == ["a", "b"] and pickled == [True]
+
+
+def test_a_worker_that_gives_nothing_is_named_once_while_it_says_that_it_is_well(monkeypatch, caplog):
+    monkeypatch.setattr(rollout_worker, "POLL", 0.01)
+    monkeypatch.setattr(background, "SLOW", 0.1)
+    worker = Worker(per_step=0)
+    worker.check_health = lambda stale_after_s: None
+    engine = rollout_worker.WorkerEngine(worker, None, 4, 300.0)
+    engine.sync_weights(torch.nn.Linear(1, 1))
+    began = time.monotonic()
+    while time.monotonic() - began < 0.4:
+        assert not engine.has(1)
+    worker.put(Completion([3, 4], [0, 1], [0.0, -1.0], 0.5, 0))
+    assert engine.has(1)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("The rollout_worker has given no completion for 0.1 seconds, and its check_health() finds")
 
 
 def test_rewards_of_each_function_are_logged_under_its_name(tmp_path):

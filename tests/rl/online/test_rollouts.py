@@ -70,6 +70,15 @@ def test_a_seed_depends_on_the_rollout_and_the_place_in_it_alone():
     assert made.next_scored(read) is None
 
 
+def test_an_evaluation_means_the_weighted_rewards_and_passes_by_the_first_function():
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0], [0.5, -1.0]])
+    lengths, none = torch.tensor([2, 3, 4, 5]), torch.zeros(4, 2, dtype=torch.bool)
+    weights = torch.tensor([1.0, 0.5])
+    found = Summary(rewards, none, lengths, lengths, lengths > 2, None, ["one", "other"], weights).sums(2, 1.0)
+    assert found["avg@2"] == (1.75, 2) and found["avg@2/squares"] == (1 + 0.75**2, 2)  # of 1, 1 and 1.5, 0
+    assert found["pass@1"] == (1.0, 2) and found["pass@2"] == (2.0, 2)
+
+
 def test_an_engine_of_the_trainers_weights_is_asked_once():
     class Gone(Scripted):
         def sample_to_score(self, rows, number):

@@ -3,6 +3,7 @@ person asks for a checkpoint.
 
 A run checks at the end of each optimizer step and between the batches of an evaluation. Several processes must stop at
 the same step: about four times a second they start an asynchronous reduction and act on the result of the previous one.
+What takes long and changes nothing that a checkpoint holds, such as sampling, is left at once, see `Watch.at_once`.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Watch:
         self._before: dict[int, Any] = {}
         self._maximum: Maximum | None = None
         self._calls, self._every, self._asked = 0, 1, time.monotonic()
-        self._process = os.getpid()
+        self._process, self._leaves_at_once = os.getpid(), False
 
     def begin(self) -> None:
         """Notice from now on."""
@@ -186,22 +187,33 @@ class Watch:
         while self._before:
             signal.signal(*self._before.popitem())
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """In this context a signal raises `Left` in the main thread, also one that has come before. Not where there are
+        several processes, which would wait for this one.
+        """
+        before, self._leaves_at_once = self._leaves_at_once, self.world_size == 1
+        try:
+            if self._leaves_at_once and self._reason:
+                raise Left(self._reason)
+            yield
+        finally:
+            self._leaves_at_once = before
+
     def _notice(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
             return  # a forked worker: the process that it works for decides
         self._reason = 128 + number
         self._give_back()  # the next signal has its default effect: it ends the program at once
         # Not by `logging`, whose locks the interrupted code may hold.
-        name = signal.Signals(number).name
+        name, first = signal.Signals(number).name, "" if self._leaves_at_once else "finishing this optimizer step and "
         with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(
-                2,
-                f"\n{name}: finishing this optimizer step and saving a checkpoint; a second signal ends at "
-                "once.\n".encode(),
-            )
+            os.write(2, f"\n{name}: {first}saving a checkpoint; a second signal ends at once.\n".encode())
         if name == "SIGHUP":  # what is written to a terminal that is gone would be an error
             for terminal in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
+        if self._leaves_at_once:
+            raise Left(self._reason)
 
     @property
     def own(self) -> int:

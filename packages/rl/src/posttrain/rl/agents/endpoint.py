@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
 PATHS |= {"messages/count_tokens": COUNT}
+PLACE = re.compile(r"(?:/t/([^/]+))?/v1/(.+)")
+"""Where requests are sent: the name of a trajectory, and a path. Clients that take host and port alone have its key."""
 MODEL = "policy"
 """The name of the policy in the list of models. Requests may name any."""
 KEPT = 8
@@ -95,42 +98,44 @@ class Endpoint:
         self._server = None
 
     def app(self) -> Any:
-        """The application of starlette."""
+        """The application, as ASGI has it: of two routes, which need no router."""
         require("starlette", "posttrain-rl[agents]", "agents that speak HTTP")
-        from starlette.applications import Starlette
-        from starlette.routing import Route
+        from starlette.requests import Request as Http
+        from starlette.responses import Response
 
-        return Starlette(
-            routes=[
-                Route(at + path, call, methods=[method])
-                for at in ("/t/{name}", "")  # clients that take host and port alone have the key
-                for path, call, method in (
-                    ("/v1/models", self._models, "GET"),
-                    ("/v1/models/{model:path}", self._models, "GET"),
-                    ("/v1/{path:path}", self._answer, "POST"),
-                )
-            ]
-        )
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            found = PLACE.fullmatch(scope["path"])
+            if found is None or scope["method"] not in ("GET", "POST"):
+                response = Response("Not Found", 404)
+            else:
+                name, path = found.groups()
+                http, answer = Http(scope, receive), self._models if scope["method"] == "GET" else self._answer
+                response = await answer(http, name, path)
+            await response(scope, receive, send)
+
+        return app
 
     # ------------------------------------------------------------------------------------------------ one request
 
-    async def _models(self, http: Any) -> Any:
+    async def _models(self, http: Any, name: str | None, path: str) -> Any:
         from starlette.responses import JSONResponse
 
+        kind, _, asked = path.partition("/")
         try:
-            self._access(http)
+            self._access(http, name)
+            if kind != "models":
+                raise RequestError(f"There is no GET of /v1/{path} here; there is that of models.", 404, "not_found")
         except RequestError as error:
             return _refusal(CHAT, error)
-        model = {"id": http.path_params.get("model", MODEL), "object": "model", "created": 0, "owned_by": "posttrain"}
-        return JSONResponse(model if "model" in http.path_params else {"object": "list", "data": [model]})
+        model = {"id": asked or MODEL, "object": "model", "created": 0, "owned_by": "posttrain"}
+        return JSONResponse(model if asked else {"object": "list", "data": [model]})
 
-    async def _answer(self, http: Any) -> Any:
+    async def _answer(self, http: Any, name: str | None, path: str) -> Any:
         from starlette.responses import JSONResponse, Response
 
-        path = http.path_params["path"]
         api = PATHS.get(path, CHAT)
         try:
-            access = self._access(http)
+            access = self._access(http, name)
             if path not in PATHS:
                 raise RequestError(f"There is no /v1/{path} here; there are {', '.join(PATHS)}.", 404, "not_found")
             body = await body_of(http, self.max_bytes)
@@ -146,7 +151,7 @@ class Endpoint:
             return Response(_sent(api.events(request, reply)), media_type="text/event-stream")
         return JSONResponse(api.answer(request, reply))
 
-    def _access(self, http: Any) -> Access:
+    def _access(self, http: Any, name: str | None) -> Access:
         """The trajectory that a request is of."""
         key = http.headers.get("x-api-key") or http.headers.get("authorization", "").rpartition(" ")[2]
         access = self._open.get(key)
@@ -155,7 +160,7 @@ class Endpoint:
                 "This key is of no trajectory that goes on. Send the key of its environment (OPENAI_API_KEY).", 401
             )
         own = access.url.rpartition("/")[2]
-        if own != http.path_params.get("name", own):
+        if name not in (own, None):
             raise RequestError("This key is of another trajectory than this URL.", 403)
         return access
 
@@ -204,7 +209,8 @@ def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[An
     listening.listen(backlog)
     host = _of_this_machine(kind) if host in ANY_ADDRESS else host
     name = f"[{host}]" if kind is socket.AF_INET6 else host
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=IDLE)
+    plain: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
+    config = uvicorn.Config(app, **plain, proxy_headers=False, timeout_keep_alive=IDLE)
     return uvicorn.Server(config), listening, f"http://{name}:{listening.getsockname()[1]}"
 
 

@@ -133,7 +133,8 @@ class Recorder:
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
         try:
             request = self._whole(request)
-            before, asked = self._continued(request)
+            key: Any = _key(request.history)
+            before, asked = self._continued(request, key)
         except (DataError, ValueError, TypeError, KeyError, AttributeError) as error:  # it comes as JSON of any kind
             why = str(error) if isinstance(error, (DataError, ValueError)) else f"{type(error).__name__}: {error}"
             raise RequestError(f"The conversation cannot be read: {why}") from error
@@ -159,10 +160,9 @@ class Recorder:
         reply = self._read(request, ids, done)
         history: Any = request.history
         if isinstance(history, str):
-            history += reply.text
+            more: Any = reply.text
         else:
             more = done.ids if are_ids(history) else [assistant(reply.text, reply.calls, reply.thoughts)]
-            history = [*history, *more]
         num_read = len(ids) - len(asked) - 1 if before is not None else 0
         written = Written(
             before=before,
@@ -172,10 +172,10 @@ class Recorder:
             versions=done.versions,
             is_exact=done.is_exact,
             finished=reply.finish != "length",
-            history=history,
+            history=history + more,
             num_asked=len(request.history),
             tools=request.tools,
-            key=_key(history),
+            key=key + _key(more),
             routes=None if done.routes is None else done.routes[num_read:].clone(),  # without those of the whole text
         )
         self.turns.append(written)
@@ -219,9 +219,9 @@ class Recorder:
             history = with_names(history)
         return replace(request, history=history, tools=tools)
 
-    def _continued(self, request: Request) -> tuple[Written | None, list[int]]:
-        """(the turn that `request` goes on from, the tokens behind it)."""
-        key, most = _key(request.history), len(self.codec.tokenizer)
+    def _continued(self, request: Request, key: Any) -> tuple[Written | None, list[int]]:
+        """(the turn that `request` with this `key` goes on from, the tokens behind it)."""
+        most = len(self.codec.tokenizer)
         if are_ids(request.history) and not all(type(token) is int and 0 <= token < most for token in request.history):
             raise RequestError(f"prompt holds something other than token ids, which are below {most}.")
         fitting = [

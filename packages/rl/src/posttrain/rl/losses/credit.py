@@ -141,6 +141,12 @@ def weighted(
     return found
 
 
+def differ(group: Sequence[Mapping[int, TurnRewards]]) -> bool:
+    """Whether turns of a group were rewarded differently: then it teaches something though its totals are equal."""
+    first, *others = [{of: [*given.turns] for of, given in turns.items()} for turns in group]
+    return any(other != first for other in others)
+
+
 def states_of(sample: Sample) -> list[int]:
     """Of each turn of the trajectory of `sample`, a number of the tokens that it answers: equal for equal ones. They
     begin behind the turn before, which for the first turn of a branch is one of another sequence.

@@ -125,6 +125,14 @@ class Curriculum:
         self.rates, self._reach = state["rates"].clone(), None
 
 
+def passed(numbers: Sequence[int | None], rewards: torch.Tensor, threshold: float) -> list[tuple[int, float]]:
+    """The number of the prompt of each completion that has one, and whether its reward, of (n,), is at least
+    `threshold`, 0 or 1; NaN: not known.
+    """
+    found = torch.where(rewards.isnan(), torch.nan, (rewards >= threshold).float()).tolist()
+    return [(number, value) for number, value in zip(numbers, found, strict=True) if number is not None]
+
+
 class Numbered:
     """Rows with their place in the dataset."""
 

@@ -7,8 +7,10 @@ step of its weights, and leaves out completions of weights that are too old.
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import queue
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from posttrain.core.distributed.environment import rank
 from posttrain.core.errors import DataError
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.weights import Weights
-from posttrain.rl.rewards import process
+from posttrain.rl.rewards import background, process
 from posttrain.rl.rewards.background import fulfil
 
 logger = logging.getLogger(__name__)
@@ -123,7 +125,7 @@ class WorkerEngine:
         self.max_staleness, self.stale_after = max_staleness, stale_after
         self.version, self.dropped, self.is_shared, self._is_running = 0, 0, False, False
         self._found: list[ScoredCompletion] = []
-        self._old = 0
+        self._old, self._heard = 0, 0.0
         self.on_main: Callable[[Callable[[], Any], str], Any] = lambda work, what: work()
 
     def sync_weights(self, model: nn.Module) -> None:
@@ -149,7 +151,7 @@ class WorkerEngine:
                 self.transfer.resume()
         self.worker.update_model_version(self.version)
         if not self._is_running:
-            self._is_running = True
+            self._is_running, self._heard = True, time.monotonic()
             self.worker.start()
 
     def take(self, number: int) -> list[ScoredCompletion]:
@@ -175,7 +177,15 @@ class WorkerEngine:
                 one = self.worker.rollout_buffer.get(timeout=POLL)
             except queue.Empty:
                 self.worker.check_health(self.stale_after)
+                if time.monotonic() - self._heard > background.SLOW:
+                    self._heard = math.inf  # it is said once
+                    logger.warning(
+                        "The rollout_worker has given no completion for %g seconds, and its check_health() finds no "
+                        "fault. The run waits for it.",
+                        background.SLOW,
+                    )
                 return False
+            self._heard = time.monotonic()
             if not self._is_old(one, number):
                 check(one)
                 self._found.append(portable(one) if self.is_shared else one)
@@ -209,17 +219,28 @@ class WorkerEngine:
         )
 
 
+class Portable(SimpleNamespace):
+    """A completion that other processes are sent, whose class they need not have; its parts were `pickled` before."""
+
+    def __reduce__(self) -> Any:
+        return _received, (self.pickled,)
+
+
+def _received(pickled: bytes) -> SimpleNamespace:
+    return SimpleNamespace(**pickle.loads(pickled))
+
+
 def portable(one: ScoredCompletion) -> Any:
-    """What other processes are sent of a completion, whose class they need not have; a DataError where a part of it
-    cannot be sent.
-    """
-    sent = SimpleNamespace(**{name: getattr(one, name) for name in ScoredCompletion.__annotations__})
-    if why := process.unsendable(vars(sent), pickle.dumps):
+    """What other processes are sent of a completion; a DataError where a part of it cannot be sent."""
+    parts = {name: getattr(one, name) for name in ScoredCompletion.__annotations__}
+    try:
+        return Portable(**parts, pickled=pickle.dumps(parts))
+    except Exception:
+        why = process.unsendable(parts, pickle.dumps)
         raise DataError(
             f"The rollout_worker gave a completion that cannot be sent to the other processes: {why}. Give numbers, "
             f"texts, lists and dicts. The prompt is {one.prompt!r:.200}"
-        )
-    return sent
+        ) from None
 
 
 def check(one: ScoredCompletion) -> None:

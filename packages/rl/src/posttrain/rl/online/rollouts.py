@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,12 +24,13 @@ from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.training.plan import Plan
+from posttrain.core.training.preemption import Left
 from posttrain.rl.losses import credit
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.online import reporting
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background, Scored, Turns
-from posttrain.rl.online.curriculum import NUMBER, Curriculum
+from posttrain.rl.online.curriculum import NUMBER, Curriculum, passed
 from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.reporting import Summary
 from posttrain.rl.online.sampler import with_versions
@@ -67,6 +69,7 @@ class Rollouts:
         #: Whether the next so many rollouts can be had at once, after a second's wait at most; the same on every
         #: process. None: they are made when they are asked for.
         self.are_there: Callable[[int], bool] | None = None
+        self._leaving: Callable[[], contextlib.AbstractContextManager[None]] = nullcontext
         self._scoring = Turns(args.reward_concurrency) if args.max_staleness else nullcontext()
         if args.max_staleness:
             owner.sampler.generating = Turns()
@@ -76,6 +79,7 @@ class Rollouts:
         """Drop the present rollout; start the counts again unless `keeps_count`."""
         self.rollout: Rollout | None = None
         self.used, self._length = 0, self.per_rollout
+        self._read_again: dict[str, Any] = {}  # where a run that was left in a rollout reads on
         self.owner.sampler.synced_at = None
         if not keeps_count:
             self.num_rollouts = self.num_tokens = 0
@@ -136,6 +140,26 @@ class Rollouts:
                 if reason := owner.run.watch.settle(owner.dist.gather_patiently):
                     owner.run.interrupt(reason)
 
+    def window(self, stream: Iterator[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """The next `size` micro-batches of `stream`. A signal that comes while their first rollout is sampled or scored
+        is heard at once: the run is saved as it stood before, and left.
+        """
+        run, kept = self.owner.run, (self.rollout, self.used, self._length, self.num_rollouts)
+        position, undo = run.loader.state_dict(), run.undo_point()
+        rates = None if self.curriculum is None else self.curriculum.state_dict()
+        self._leaving = run.watch.at_once
+        try:
+            return list(islice(stream, size))
+        except Left as left:
+            self.rollout, self.used, self._length, self.num_rollouts = kept
+            if self.curriculum is not None and rates is not None:
+                self.curriculum.load_state_dict(rates)
+            self._read_again = {"loader": position}
+            undo()
+            run.interrupt(left.reason)
+        finally:
+            self._leaving = nullcontext
+
     @property
     def left(self) -> int:
         """Micro-batches of the present rollout that are still to come."""
@@ -171,7 +195,8 @@ class Rollouts:
         """The `samples` completed by the current weights. Every process must call it, also one that has none."""
         with self.owner.sampler.weights_to_generate(self.owner.model):
             self.sync()
-            return self.complete(samples, temperature)
+            with self._leaving():
+                return self.complete(samples, temperature)
 
     def sample_to_score(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """The completed samples of rollout `number`; where ``reward_concurrency`` is above 1, the scores of each group
@@ -237,7 +262,7 @@ class Rollouts:
             total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), scores.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
                 members = everyone[group * size : (group + 1) * size]
-                is_equal = is_equal and not (owner.credits_turns and _differ_in_turns(members))
+                is_equal = is_equal and not (owner.credits_turns and credit.differ([given for *_, given in members]))
                 (spare if is_equal else kept).extend(members)
             owner.metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
             more = None
@@ -280,18 +305,12 @@ class Rollouts:
                 samples = sampler.with_attempts(sample, self.sync)
             else:
                 samples = sample()
-            scores = self.score(samples)
+            with self._leaving():
+                scores = self.score(samples)
         if self.curriculum is not None:
-            self._count(self.curriculum, samples, scores)
+            own = passed([one.row_number for one in samples], scores.rewards[:, 0], self.args.pass_threshold)
+            self.curriculum.update([one for part in self.owner.dist.gather_object(own) for one in part])
         return samples, scores
-
-    def _count(self, curriculum: Curriculum, samples: list[Sample], scores: Scores) -> None:
-        """Let `curriculum` know which completions of all processes have passed."""
-        first = scores.rewards[:, 0]
-        passed = torch.where(first.isnan(), torch.nan, (first >= self.args.pass_threshold).float()).tolist()
-        numbers = [sample.row_number for sample in samples]
-        own = [(number, value) for number, value in zip(numbers, passed, strict=True) if number is not None]
-        curriculum.update([one for part in self.owner.dist.gather_object(own) for one in part])
 
     def begin(self, rows: list[dict[str, Any]], number: int, part: int = 0) -> list[Sample]:
         """Samples of rollout `number`, without completions; `rows` are that part of it."""
@@ -325,6 +344,7 @@ class Rollouts:
         if self.curriculum is not None:
             metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
         samples, scores = self.with_signal(*scored, batches) if self.args.dynamic_sampling else scored
+        self._leaving = nullcontext  # what follows changes more
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
@@ -445,7 +465,7 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """The rollout that is being gone through, the counts, and how completions are dealt."""
         state = {"rollouts": self.num_rollouts, "dealt": self.how_dealt, "num_tokens": self.num_tokens}
-        state |= {} if self.background is None else self.background.position()
+        state |= self._read_again if self.background is None else self.background.position()
         state |= {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
         if self.rollout is not None and self.used < self._length:
             state |= {"rollout": self.rollout.state_dict(), "used": self.used}
@@ -477,9 +497,3 @@ class Rollouts:
                 "a micro-batch): the rest of it is skipped, and the next prompts are sampled.",
                 *state["dealt"],
             )
-
-
-def _differ_in_turns(members: list[One]) -> bool:
-    """Whether turns of a group were rewarded differently: then it teaches something though its totals are equal."""
-    first, *others = [{of: [*given.turns] for of, given in turns.items()} for *_, turns in members]
-    return any(other != first for other in others)

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -467,7 +466,7 @@ class RolloutTrainer(LanguageModelTrainer):
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             if self.rollout_maker.background is not None or self.rollout_maker.are_there is not None:
                 self.rollout_maker.begin_window(plan)
-            if not (window := list(islice(stream, plan.accumulation))):
+            if not (window := self.rollout_maker.window(stream, plan.accumulation)):
                 return
             yield window, self.count_window(window)
 
