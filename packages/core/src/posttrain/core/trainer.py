@@ -89,6 +89,8 @@ class Trainer(TrainerNames):
     fixed_at_construction: tuple[str, ...] = ()
     #: Names or patterns of the metrics that an evaluation gives without `compute_metrics`; None: not known beforehand.
     evaluation_metrics: tuple[str, ...] | None = ()
+    #: The only output of the model that is a prediction, by name; None: all but its `keys_to_ignore_at_inference`.
+    predicted_output: str | None = None
     #: Whether `compute_loss` returns ``sum / num_items_in_batch`` (True), a mean (False) or terms of both ("mixed": it
     #: is given the items of each micro-batch). None finds out, by computing it for one micro-batch with one count and
     #: with twice that, at steps 1, 2, 4, 8, ... (`posttrain.core.losses.scale_check`).
@@ -677,6 +679,7 @@ class Trainer(TrainerNames):
         inputs = self.prepare_inputs(inputs)
         compute_loss = self.evaluation_loss(inputs)
         known: dict[str, Any] = {"label_names": self.label_names, "can_return_loss": self.can_return_loss}
+        known["wanted"] = self.predicted_output
         with self.compute_loss_context_manager():
             return eval_loop.predict_batch(
                 model, inputs, compute_loss, loss_only=prediction_loss_only, ignore_keys=ignore_keys, **known

@@ -80,6 +80,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     """
 
     logs_num_tokens = True
+    predicted_output = "logits"  # and not those of routers
     config_class = SFTConfig
     args: SFTConfig
     takes = "SFTTrainer takes a causal language model, or the name or folder of one."
@@ -189,7 +190,9 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         if self._aux_loss_coef:
             inputs = {**inputs, "output_router_logits": True}
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
-            inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
+            stay = whole or self.args.neftune_noise_alpha or self._aux_loss_coef
+            shown = real_tokens(inputs) if self._aux_loss_coef and "seq_lengths" in inputs else {}
+            inputs = (with_segments(inputs) if stay else without_padding(inputs)) | shown
         sources, of_rows, labels = (inputs.get(name) for name in ("sources", "source", "labels"))
         if sources is None and of_rows is not None and labels is not None and len(of_rows) == len(labels):
             sources = of_rows[:, None].expand_as(labels)  # another collator than ours
@@ -300,7 +303,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             return False
         if self.dist.device.type not in ("cpu", *accelerator.KINDS) or self.args.torch_compile:
             return False
-        if self._aux_loss_coef:
+        if self._aux_loss_coef and not self._packs:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
         example = None if self._image_rows is None else self._image_rows.vision.example()
@@ -417,6 +420,12 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     if loading.has_routers(config):
         config.output_router_logits = weight > 0
     return weight
+
+
+def real_tokens(packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The mask by which the router's loss leaves the padding of packed rows out; attention follows the segments."""
+    ids, lengths = packed["input_ids"], packed["seq_lengths"].sum(1, keepdim=True)
+    return {"attention_mask": (torch.arange(ids.shape[1], device=ids.device) < lengths).long()}
 
 
 def _collator(

@@ -95,6 +95,7 @@ def predict_batch(
     loss_only: bool,
     ignore_keys: Iterable[str] | None = None,
     can_return_loss: bool = False,
+    wanted: str | None = None,
 ) -> tuple[torch.Tensor | None, Any, Any]:
     """(loss, logits, labels) of one batch, without gradients; missing or unrequested values are None.
 
@@ -104,7 +105,9 @@ def predict_batch(
         loss_only: return only the loss.
         ignore_keys: outputs that are no predictions; by default the model's ``keys_to_ignore_at_inference``.
         can_return_loss: the model computes a loss without labels, unless the batch sets ``return_loss``.
+        wanted: the only output that is a prediction, where `ignore_keys` is None and the model has it.
     """
+    named = ignore_keys is not None
     if ignore_keys is None:
         ignore_keys = getattr(config_of(model), "keys_to_ignore_at_inference", NO_PREDICTIONS)
     has_labels = labels_are_there(model, inputs, label_names)
@@ -125,7 +128,9 @@ def predict_batch(
             loss, outputs, skipped = None, model(**inputs), 0
     if loss_only:
         return loss, None, None
-    if isinstance(outputs, dict):
+    if isinstance(outputs, dict) and wanted in outputs and not named:
+        logits: tuple[Any, ...] = (outputs[wanted],)
+    elif isinstance(outputs, dict):
         left_out = {"loss", *ignore_keys} if with_loss else set(ignore_keys)
         logits = tuple(value for key, value in outputs.items() if key not in left_out)
     else:
