@@ -866,6 +866,12 @@ DOCUMENTED = [
         ["loss", "nll_loss", "grad_norm", "train_loss", "eval_loss", "eval_nll_loss"],
         "ORPO, CPO: the likelihood",
     ),
+    Documented(
+        ["cpo", "orpo"],
+        ["order"],
+        "CPO, ORPO: a conversation ends",
+        lambda s: s.get("form") in ("chat", "system", "implicit chat"),
+    ),
     Documented(["orpo"], ["events"], "ORPO, CPO: the likelihood", saves_by_eval_loss),
     Documented(["rloo"], ["frac_reward_zero_std"], "RLOO: `frac_reward_zero_std`"),
     Documented(["online-dpo"], ["objective/kl"], "`objective/kl` of online DPO"),
