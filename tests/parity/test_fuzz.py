@@ -616,6 +616,10 @@ class Stop(TrainerCallback):
             control.should_training_stop = True
 
 
+#: Of a run here. A run of transformers whose stream has fewer batches than a window of accumulation never ends.
+MOST_EVENTS = 1000
+
+
 class Events(TrainerCallback):
     """The events of a run, each with its step and epoch."""
 
@@ -626,6 +630,8 @@ class Events(TrainerCallback):
 def _record(event: str) -> Callable[..., None]:
     def method(self: Events, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen.append((event, state.global_step, round(state.epoch or 0.0, 6)))
+        if len(self.seen) > MOST_EVENTS:
+            raise RuntimeError("The run does not end.")
 
     return method
 
@@ -803,6 +809,12 @@ def shuffles_anew(settings: Settings) -> bool:
     return settings["shuffle_dataset"] and (many or "data_seed" in settings or settings.get("num_generations") == 2)
 
 
+def breaks_windows(settings: Settings) -> bool:
+    """Whether a pass over a stream does not end with an accumulation window."""
+    size, window = settings["per_device_train_batch_size"], settings.get("gradient_accumulation_steps", 1)
+    return "stream" in settings and any(-(-rows // size) % window for rows in (ROWS, 24))
+
+
 def leaves_rows_out(settings: Settings) -> bool:
     return 24 % (settings["per_device_train_batch_size"] * settings.get("gradient_accumulation_steps", 1)) > 0
 
@@ -841,9 +853,10 @@ DOCUMENTED = [
         "`dataloader_drop_last` leaves out the last",
         lambda s: "stream" in s and "dataloader_drop_last" in s and ROWS % s["per_device_train_batch_size"] > 0,
     ),
+    Documented([*PEERS], ["order", "epoch", "events"], "A pass over a stream ends with", breaks_windows),
     Documented(
         [*PEERS],
-        ["order", "weights", "loss", "grad_norm"],
+        ["order"],
         "A resumed run freezes",
         lambda s: s.get("callback") == "Freezes" and "from_theirs" in s,
     ),
