@@ -844,7 +844,9 @@ DOCUMENTED = [
         ["cpo", "orpo", "tpo"], ["order"], "the load-balancing loss of a", lambda s: s.get("kind") == "qwen3_moe"
     ),
     Documented([*PEERS], ["epoch"], "For a stream without a length", lambda s: "stream" in s),
-    Documented(["gkd"], ["order"], "a model with learned positions, such as GPT-2", lambda s: s.get("kind") == "gpt2"),
+    Documented(
+        ["gkd", "distillation"], ["order"], "a model with learned positions, such as", lambda s: s.get("kind") == "gpt2"
+    ),
     Documented(ONLINE, ["order"], "a stream is shuffled", lambda s: "stream" in s),
     Documented(["seq2seq"], ["refused: predict_with_generate"], "`prediction_loss_only=True` beside"),
     Documented(
