@@ -844,6 +844,7 @@ DOCUMENTED = [
         ["cpo", "orpo", "tpo"], ["order"], "the load-balancing loss of a", lambda s: s.get("kind") == "qwen3_moe"
     ),
     Documented([*PEERS], ["epoch"], "For a stream without a length", lambda s: "stream" in s),
+    Documented(["trainer"], ["order"], "in models whose class is not named", lambda s: s.get("kind") == "gpt2"),
     Documented(
         ["gkd", "distillation"], ["order"], "a model with learned positions, such as", lambda s: s.get("kind") == "gpt2"
     ),
