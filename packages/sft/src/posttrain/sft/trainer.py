@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -303,18 +304,19 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             return False
         if self.dist.device.type not in ("cpu", *accelerator.KINDS) or self.args.torch_compile:
             return False
-        if self._aux_loss_coef and not self._packs:
+        if self._aux_loss_coef and (not self._packs or self._image_rows is not None):
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
         example = None if self._image_rows is None else self._image_rows.vision.example()
         problem: str | None = vision.PADDED
         if not example or self._packs:
-            with self.dist.autocast():  # kernels differ by precision
+            with self.dist.autocast(), silent_routers(self.model):  # kernels differ by precision
                 problem = varlen_attention.segments_problem(self.model, example)
         if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False
-        varlen_attention.enable_segments(self.model, example)
+        with silent_routers(self.model):
+            varlen_attention.enable_segments(self.model, example)
         if isinstance(self.data_collator, (SFTCollator, VisionCollator)):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
@@ -420,6 +422,20 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     if loading.has_routers(config):
         config.output_router_logits = weight > 0
     return weight
+
+
+@contextlib.contextmanager
+def silent_routers(model: nn.Module) -> Iterator[None]:
+    """Segments are tried without the routers' loss: it reads a mask of the tokens, which training hands over."""
+    config = base_model(model).config.get_text_config()
+    asked = loading.has_routers(config) and config.output_router_logits
+    if asked:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if asked:
+            config.output_router_logits = True
 
 
 def real_tokens(packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

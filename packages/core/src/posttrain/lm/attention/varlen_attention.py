@@ -94,7 +94,8 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key = device.type, _underlying(model), autocast
+    # Where the config asks for the routers' loss, that reads a mask, which segments stand in for.
+    key = device.type, _underlying(model), autocast, bool(setting(text_part(base).config, "output_router_logits"))
     if key not in tried:
         from torch._subclasses.fake_tensor import FakeTensor
 
@@ -118,7 +119,7 @@ def reading_problem(base: PretrainedModel, example: ImageExample | None = None) 
     return None
 
 
-_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None, bool], str | None]] = WeakKeyDictionary()
 
 
 def _underlying(model: nn.Module) -> str:
@@ -191,21 +192,19 @@ def _try(model: nn.Module, base: PretrainedModel, trial: Trial) -> str | None:
     before, lengths, plain = reader.config._attn_implementation, segments.lengths, _underlying(base)
     row, texts = to_device(trial[1:], next(base.parameters()).device)
     alone = texts["input_ids"]
-    # The loss of routers reads a mask of the tokens, which segments stand in for.
-    quiet = {"output_router_logits": False} if setting(reader.config, "output_router_logits") else {}
     documents: Sequence[torch.Tensor] = ()
     try:
         with eval_mode(model):
             _set_implementation(reader, plain)
-            expected = _scores(model(**texts, **quiet, use_cache=False))
+            expected = _scores(model(**texts, use_cache=False))
             _set_implementation(reader, PREFIX + plain)
             if reader.config._attn_implementation != PREFIX + plain:
                 return f"{name} does not look its attention up in transformers' AttentionInterface."
-            found = _logits_of(model, row | quiet, segments)
+            found = _logits_of(model, row, segments)
             if alone.is_cuda and reader is base:
                 sizes = [offset + length for offset, length in zip(segments.offsets, lengths, strict=True)]
                 packed = {"input_ids": torch.cat([line[:n] for line, n in zip(alone, sizes, strict=True)])[None]}
-                documents = _logits_of(model, packed | quiet, Segments.documents(sizes)).split(sizes)
+                documents = _logits_of(model, packed, Segments.documents(sizes)).split(sizes)
     except ImportError:
         raise  # a package of the kernels is broken, which is no property of the model
     except Exception as error:  # any model may fail here, and is then trained without segments
@@ -238,7 +237,7 @@ def tolerance(base: nn.Module) -> float:
     return 2e-4 if exact and not is_quantized(base) else 5e-2
 
 
-def _logits_of(model: nn.Module, inputs: Mapping[str, Any], segments: Segments) -> torch.Tensor:
+def _logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor], segments: Segments) -> torch.Tensor:
     ids = inputs["input_ids"]
     return _scores(model(**segments.model_inputs(ids.shape, ids.device) | dict(inputs), use_cache=False))[0]
 
