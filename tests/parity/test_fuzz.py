@@ -906,6 +906,12 @@ DOCUMENTED = [
     Documented(SAMPLING, ["events"], "`eval_loss` is the exact mean", saves_by_eval_loss),
     Documented(["grpo"], ["eval_loss"], "GRPO: `eval_loss` leaves out the entropy bonus"),
     Documented(
+        ["sft"],
+        ["num_tokens", "eval_num_tokens"],
+        "joined rows are filled up",
+        lambda s: "pad_to_multiple_of" in s and (s.get("packing", False) or s.get("padding_free", False)),
+    ),
+    Documented(
         [*PEERS],
         ["num_tokens", "eval_num_tokens"],
         "`num_tokens`, `eval_num_tokens`",
