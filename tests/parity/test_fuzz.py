@@ -846,7 +846,7 @@ DOCUMENTED = [
     Documented([*PEERS], ["epoch"], "For a stream without a length", lambda s: "stream" in s),
     Documented(["trainer"], ["order"], "in models whose class is not named", lambda s: s.get("kind") == "gpt2"),
     Documented(
-        ["gkd", "distillation"], ["order"], "a model with learned positions, such as", lambda s: s.get("kind") == "gpt2"
+        ["gkd", *SAMPLING], ["order"], "a model with learned positions, such as", lambda s: s.get("kind") == "gpt2"
     ),
     Documented(ONLINE, ["order"], "a stream is shuffled", lambda s: "stream" in s),
     Documented(["seq2seq"], ["refused: predict_with_generate"], "`prediction_loss_only=True` beside"),
