@@ -616,6 +616,10 @@ class Stop(TrainerCallback):
             control.should_training_stop = True
 
 
+#: Of a run here. A run of transformers whose stream has fewer batches than a window of accumulation never ends.
+MOST_EVENTS = 1000
+
+
 class Events(TrainerCallback):
     """The events of a run, each with its step and epoch."""
 
@@ -626,6 +630,8 @@ class Events(TrainerCallback):
 def _record(event: str) -> Callable[..., None]:
     def method(self: Events, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen.append((event, state.global_step, round(state.epoch or 0.0, 6)))
+        if len(self.seen) > MOST_EVENTS:
+            raise RuntimeError("The run does not end.")
 
     return method
 
@@ -656,6 +662,8 @@ class Outcome:
     weights: dict[str, float] = field(default_factory=dict)
     #: The step and the metric of the best weights, and the checkpoints that are left.
     kept: Settings = field(default_factory=dict)
+    #: The step of a checkpoint of the peer from which the run went on.
+    since: int = 0
 
 
 #: What `run` reads of the settings; all others are arguments.
@@ -727,13 +735,13 @@ def run(name: str, is_theirs: bool, settings: Settings, folder: Path, output: Pa
         return trainer, events
 
     stop = None if settings.get("save_only_model") else around["stopped_after"]
-    theirs = output.parent / "True"
+    theirs, since = output.parent / "True", 0
     try:
         if is_theirs or not stop:
             trainer, events = trained(None, None)
         elif around["from_theirs"]:
-            found = checkpoints(theirs)
-            trainer, events = trained(None, str(theirs / f"checkpoint-{found[0]}") if found else None)
+            since = next(iter(checkpoints(theirs)), 0)
+            trainer, events = trained(None, str(theirs / f"checkpoint-{since}") if since else None)
         else:
             trainer, events = trained(stop, None)
             if trainer.state.max_steps > stop:
@@ -750,6 +758,7 @@ def run(name: str, is_theirs: bool, settings: Settings, folder: Path, output: Pa
         events.seen,
         weights={name: float(one.detach().float().norm()) for name, one in parameters if one.requires_grad},
         kept={"best step": state.best_global_step, "best": state.best_metric, "checkpoints": checkpoints(output)},
+        since=since,
     )
 
 
@@ -794,14 +803,16 @@ def keeps_the_best(settings: Settings) -> bool:
     return settings.get("load_best_model_at_end", False)
 
 
-def joins_rows(settings: Settings) -> bool:
-    return settings.get("packing", False) or settings.get("padding_free", False)
-
-
 def shuffles_anew(settings: Settings) -> bool:
     """Prompts are shuffled by another seed than `seed`, or for a second epoch."""
     many = settings["max_steps"] < 0 or settings["per_device_train_batch_size"] == 8 or accumulates(settings)
     return settings["shuffle_dataset"] and (many or "data_seed" in settings or settings.get("num_generations") == 2)
+
+
+def breaks_windows(settings: Settings) -> bool:
+    """Whether a pass over a stream does not end with an accumulation window."""
+    size, window = settings["per_device_train_batch_size"], settings.get("gradient_accumulation_steps", 1)
+    return "stream" in settings and any(-(-rows // size) % window for rows in (ROWS, 24))
 
 
 def leaves_rows_out(settings: Settings) -> bool:
@@ -833,8 +844,25 @@ DOCUMENTED = [
         ["cpo", "orpo", "tpo"], ["order"], "the load-balancing loss of a", lambda s: s.get("kind") == "qwen3_moe"
     ),
     Documented([*PEERS], ["epoch"], "For a stream without a length", lambda s: "stream" in s),
+    Documented(["trainer"], ["order"], "in models whose class is not named", lambda s: s.get("kind") == "gpt2"),
+    Documented(
+        ["gkd", *SAMPLING], ["order"], "a model with learned positions, such as", lambda s: s.get("kind") == "gpt2"
+    ),
     Documented(ONLINE, ["order"], "a stream is shuffled", lambda s: "stream" in s),
     Documented(["seq2seq"], ["refused: predict_with_generate"], "`prediction_loss_only=True` beside"),
+    Documented(
+        [*PEERS],
+        ["order", "epoch", "events"],
+        "`dataloader_drop_last` leaves out the last",
+        lambda s: "stream" in s and "dataloader_drop_last" in s and ROWS % s["per_device_train_batch_size"] > 0,
+    ),
+    Documented([*PEERS], ["order", "epoch", "events"], "A pass over a stream ends with", breaks_windows),
+    Documented(
+        [*PEERS],
+        ["order"],
+        "A resumed run freezes",
+        lambda s: s.get("callback") == "Freezes" and "from_theirs" in s,
+    ),
     Documented([*PEERS], ["num_input_tokens_seen"], "`num_input_tokens_seen` counts what the model reads"),
     Documented([*PEERS], ["order"], "is a function of `data_seed`", lambda s: "group_by_length" in s.values()),
     Documented(SAMPLING, ["order"], "is a function of `data_seed`", shuffles_anew),
@@ -844,9 +872,30 @@ DOCUMENTED = [
         "`label_smoothing` for a loss that has none",
     ),
     Documented([*PEERS], ["refused: save_steps"], "`save_steps` and `eval_steps` of two kinds", keeps_the_best),
-    Documented(["cpo", "orpo"], ["logits/chosen", "logits/rejected"], "`logits/chosen` and `logits/rejected` of CPO"),
-    Documented(["orpo"], ["loss", "nll_loss", "grad_norm", "train_loss", "eval_loss"], "ORPO, CPO: the likelihood"),
+    Documented(
+        ["cpo", "orpo"],
+        ["logits/chosen", "logits/rejected", "eval_logits/chosen", "eval_logits/rejected"],
+        "`logits/chosen` and `logits/rejected` of CPO",
+    ),
+    Documented(
+        ["orpo"],
+        ["loss", "nll_loss", "grad_norm", "train_loss", "eval_loss", "eval_nll_loss"],
+        "ORPO, CPO: the likelihood",
+    ),
+    Documented(
+        ["cpo", "orpo"],
+        ["order"],
+        "CPO, ORPO: a conversation ends",
+        lambda s: s.get("form") in ("chat", "system", "implicit chat"),
+    ),
     Documented(["orpo"], ["events"], "ORPO, CPO: the likelihood", saves_by_eval_loss),
+    Documented(["reward"], ["eval_sum"], "Reward models: `compute_metrics` gets"),
+    Documented(
+        [*PEERS],
+        ["order", "events"],
+        "A stop requested in `on_step_begin`",
+        lambda s: s.get("callback") == "EndsInside" and accumulates(s),
+    ),
     Documented(["rloo"], ["frac_reward_zero_std"], "RLOO: `frac_reward_zero_std`"),
     Documented(["online-dpo"], ["objective/kl"], "`objective/kl` of online DPO"),
     Documented(["online-dpo"], ["grad_norm", "order"], "Online DPO takes the mean of the gradients", accumulates),
@@ -856,7 +905,12 @@ DOCUMENTED = [
     Documented(SAMPLING, ["eval_loss"], "`eval_loss` is the exact mean"),
     Documented(SAMPLING, ["events"], "`eval_loss` is the exact mean", saves_by_eval_loss),
     Documented(["grpo"], ["eval_loss"], "GRPO: `eval_loss` leaves out the entropy bonus"),
-    Documented(["sft"], ["num_tokens", "eval_num_tokens"], "`num_tokens`, `eval_num_tokens`", joins_rows),
+    Documented(
+        ["sft"],
+        ["num_tokens", "eval_num_tokens"],
+        "joined rows are filled up",
+        lambda s: "pad_to_multiple_of" in s and (s.get("packing", False) or s.get("padding_free", False)),
+    ),
     Documented(
         [*PEERS],
         ["num_tokens", "eval_num_tokens"],
@@ -915,6 +969,12 @@ def records(side: Outcome, key: str) -> list[Settings]:
     return [record for record in found if key != "num_tokens" or "train_loss" not in record]
 
 
+def begun_before(side: Outcome) -> int | None:
+    """The step of the record that was begun before the peer's checkpoint, which does not tell what was summed."""
+    steps = [0, *(record["step"] for record in side.log if "loss" in record)]
+    return None if side.since in steps else next((step for step in steps if step > side.since), None)
+
+
 def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[str, str]:
     """What differs, by key of the log or "events" or "refused"; empty where the peer refuses the arguments."""
     theirs, ours = (run(name, is_theirs, settings, folder, tmp / str(is_theirs)) for is_theirs in (True, False))
@@ -923,7 +983,7 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
         diverged = str(ours.error).startswith("NonFiniteError") and not all(map(isfinite, theirs.weights.values()))
         known = theirs.error or diverged or refusal(name, str(ours.error), everything)
         return {} if known else {"refused": str(ours.error)}
-    found = {}
+    found, broken = {}, begun_before(ours)
     # In bfloat16 another order of additions is another rounding, and each step adds to it.
     rounded, near = settings.get("bf16"), {"rel": 1e-3, "abs": 1e-4}
     first = None if not rounded else 0 if split(everything) else 1
@@ -932,7 +992,7 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
     elif settings.get("optim") == "rmsprop" and not rounded:  # its first steps are as long for gradients of rounding
         first = 0 if settings.get("logging_strategy") == "epoch" else 3
     elif settings.get("learning_rate") == 0.05 and settings.get("optim") != "sgd" and not rounded:
-        first = 4  # steps as long as the weights let rounding grow a hundredfold each
+        first, near = 3, {"rel": 1e-2, "abs": 1e-3}  # steps as long as the weights let rounding grow
     near = {"rel": 5e-2, "abs": 2e-2} if rounded else near
     # A weight that rounds the other way decides between two continuations that are about as likely.
     writes_others = rounded or settings.get("bf16_full_eval")
@@ -945,6 +1005,8 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
         if key == "eval_written" and writes_others:
             continue
         logged = [records(side, key)[:first] for side in (theirs, ours)]
+        if key == "loss":
+            logged = [[record for record in side if record["step"] != broken] for side in logged]
         if key.endswith("accuracies"):  # of a tie, as before the first update, the rounding decides
             margins = [record.get(key.replace("accuracies", "margins"), 1.0) for record in logged[0]]
             logged = [

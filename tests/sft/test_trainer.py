@@ -15,6 +15,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig
 import posttrain.core
 from posttrain.core import DataCollatorForLanguageModeling, TrainingArguments
 from posttrain.core.errors import ConfigError
+from posttrain.core.losses.normalization import count_tokens
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -274,6 +275,32 @@ def test_compute_metrics_gets_logits_and_labels_of_every_row(tmp_path):
     assert metrics["eval_accuracy"] == pytest.approx(metrics["eval_mean_token_accuracy"])
     for name in ("eval_loss", "eval_mean_token_accuracy", "eval_entropy"):
         assert metrics[name] == pytest.approx(plain[name], rel=1e-5)
+
+
+def test_the_predictions_of_a_mixture_of_experts_are_its_logits_and_not_those_of_its_routers(tmp_path):
+    seen = []
+    trainer = make(tmp_path, COMPLETIONS, tiny.mixture_of_experts(), eval_rows=COMPLETIONS)
+    trainer.compute_metrics = lambda prediction: seen.append(prediction.predictions) or {}
+    metrics = trainer.evaluate()
+    assert metrics["eval_aux_loss"] > 0 and seen[0].shape == (*seen[0].shape[:2], 384) and len(seen[0]) == 10
+    asked = trainer.predict(COMPLETIONS, ignore_keys=["logits"]).predictions
+    assert len(asked) == 2 and len(asked[1]) == 2  # the loss of the routers, and their logits of two layers
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_padding_of_packed_rows_is_no_part_of_the_routers_loss_nor_of_the_tokens(whole, tmp_path):
+    found = []
+    for packed in (False, True):
+        options = {"packing": packed, "eval_packing": packed, "max_length": 48, "per_device_eval_batch_size": 16}
+        trainer = make(tmp_path, COMPLETIONS, tiny.mixture_of_experts(), eval_rows=COMPLETIONS, **options)
+        trainer.compute_metrics = (lambda prediction: {}) if whole else None
+        metrics = trainer.evaluate()
+        found.append([metrics[f"eval_{name}"] for name in ("aux_loss", "loss", "entropy")])
+        batch = batch_of(trainer)
+        if packed:
+            assert batch["seq_lengths"].sum() < batch["input_ids"].numel() == count_tokens(batch, "input_ids")[1]
+            assert count_tokens(batch, "input_ids")[0] == batch["seq_lengths"].sum()
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_loss_of_ones_own_sees_logits_labels_and_the_count(tmp_path):

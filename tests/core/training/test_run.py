@@ -373,6 +373,36 @@ def test_parameters_that_are_unfrozen_later_are_named_where_no_optimizer_holds_t
     assert torch.equal(trainer.model.model.layers[0].mlp.up_proj.weight, callback.before) == (not heeds)
 
 
+class Switches(TrainerCallback):
+    """Begins with a frozen layer, which trains from step 2 on; freezes the other one after step 1."""
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        model.model.layers[1].requires_grad_(False)
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 1:
+            model.model.layers[0].requires_grad_(False)
+        if state.global_step == 2:
+            model.model.layers[1].requires_grad_(True)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_resumed_run_freezes_what_a_callback_had_frozen(times, tmp_path, caplog):
+    caplog.set_level("INFO")
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "callbacks": [Switches()]}
+    whole = TRAINERS["causal-lm"](tmp_path / "whole", **options)
+    whole.train()
+    for number, step in enumerate((3, 4, 6)[-times - 1 :]):
+        trainer = TRAINERS["causal-lm"](tmp_path / "parts", **options)
+        trainer.add_callback(Stops(step))
+        trainer.train(resume_from_checkpoint=number > 0)
+    expected = {name: (one.requires_grad, one.norm().item()) for name, one in whole.model.named_parameters()}
+    assert {name: (one.requires_grad, one.norm().item()) for name, one in trainer.model.named_parameters()} == expected
+    assert not expected["model.layers.0.mlp.up_proj.weight"][0] and expected["model.layers.1.mlp.up_proj.weight"][0]
+    assert caplog.text.count("these are frozen: model.layers.0.self_attn.q_proj.weight, ") == times
+    assert caplog.text.count("these are trained: model.layers.1.self_attn.q_proj.weight, ") == times
+
+
 def test_a_module_that_a_callback_brings_is_named(tmp_path, caplog):
     class Replace(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -189,7 +190,9 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         if self._aux_loss_coef:
             inputs = {**inputs, "output_router_logits": True}
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
-            inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
+            stay = whole or self.args.neftune_noise_alpha or self._aux_loss_coef
+            shown = real_tokens(inputs) if self._aux_loss_coef and "seq_lengths" in inputs else {}
+            inputs = (with_segments(inputs) if stay else without_padding(inputs)) | shown
         sources, of_rows, labels = (inputs.get(name) for name in ("sources", "source", "labels"))
         if sources is None and of_rows is not None and labels is not None and len(of_rows) == len(labels):
             sources = of_rows[:, None].expand_as(labels)  # another collator than ours
@@ -243,6 +246,12 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         if loss is not None and is_plain:
             output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
         return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+        """As the core's, where the predictions of a mixture of experts are its logits, and not those of its routers."""
+        if ignore_keys is None and self._aux_loss_coef:
+            ignore_keys = ["past_key_values", "aux_loss", "router_logits", "hidden_states", "attentions"]
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
 
     # ------------------------------------------------------------------------------------------------ internals
 
@@ -300,18 +309,19 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             return False
         if self.dist.device.type not in ("cpu", *accelerator.KINDS) or self.args.torch_compile:
             return False
-        if self._aux_loss_coef:
+        if self._aux_loss_coef and (not self._packs or self._image_rows is not None):
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
         example = None if self._image_rows is None else self._image_rows.vision.example()
         problem: str | None = vision.PADDED
         if not example or self._packs:
-            with self.dist.autocast():  # kernels differ by precision
+            with self.dist.autocast(), silent_routers(self.model):  # kernels differ by precision
                 problem = varlen_attention.segments_problem(self.model, example)
         if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False
-        varlen_attention.enable_segments(self.model, example)
+        with silent_routers(self.model):
+            varlen_attention.enable_segments(self.model, example)
         if isinstance(self.data_collator, (SFTCollator, VisionCollator)):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True
@@ -417,6 +427,26 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     if loading.has_routers(config):
         config.output_router_logits = weight > 0
     return weight
+
+
+@contextlib.contextmanager
+def silent_routers(model: nn.Module) -> Iterator[None]:
+    """Segments are tried without the routers' loss: it reads a mask of the tokens, which training hands over."""
+    config = base_model(model).config.get_text_config()
+    asked = loading.has_routers(config) and config.output_router_logits
+    if asked:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if asked:
+            config.output_router_logits = True
+
+
+def real_tokens(packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The mask by which the router's loss leaves the padding of packed rows out; attention follows the segments."""
+    ids, lengths = packed["input_ids"], packed["seq_lengths"].sum(1, keepdim=True)
+    return {"attention_mask": (torch.arange(ids.shape[1], device=ids.device) < lengths).long()}
 
 
 def _collator(

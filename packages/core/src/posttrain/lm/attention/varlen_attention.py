@@ -94,7 +94,8 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key = device.type, _underlying(model), autocast
+    # Where the config asks for the routers' loss, that reads a mask, which segments stand in for.
+    key = device.type, _underlying(model), autocast, bool(setting(text_part(base).config, "output_router_logits"))
     if key not in tried:
         from torch._subclasses.fake_tensor import FakeTensor
 
@@ -118,7 +119,7 @@ def reading_problem(base: PretrainedModel, example: ImageExample | None = None) 
     return None
 
 
-_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None, bool], str | None]] = WeakKeyDictionary()
 
 
 def _underlying(model: nn.Module) -> str:
