@@ -305,14 +305,13 @@ def _is_a(callback: Any, wanted: type) -> bool:
 
 def hears(callback: Any, event: str) -> bool:
     """Whether `callback` implements `event`; the empty method of a `TrainerCallback` does not count."""
-    if event in getattr(callback, "__dict__", ()):
-        return True
-    method, answers = getattr(type(callback), event, None), type(callback).__getattribute__
-    if method is None or answers is not object.__getattribute__:  # it implements what it returns when asked for it
+    kind: Any = type(callback)
+    method = None if event in getattr(callback, "__dict__", ()) else getattr(kind, event, None)
+    if method is None or kind.__getattribute__ is not object.__getattribute__:  # it has what it returns when asked
         return hasattr(callback, event)
-    theirs = ("transformers.trainer_callback", f"TrainerCallback.{event}")
-    is_empty = (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) == theirs
-    return method is not vars(TrainerCallback)[event] and not is_empty
+    place = getattr(method, "__module__", ""), getattr(method, "__qualname__", "")
+    empty = place == ("transformers.trainer_callback", f"TrainerCallback.{event}")
+    return not empty and method is not vars(TrainerCallback)[event]
 
 
 def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:

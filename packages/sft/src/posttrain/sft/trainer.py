@@ -247,7 +247,9 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(loss) if loss < 700 else math.inf
         return output
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **gen_kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
         """As the core's, where the predictions of a mixture of experts are its logits, and not those of its routers."""
         if ignore_keys is None and self._aux_loss_coef:
             ignore_keys = ["past_key_values", "aux_loss", "router_logits", "hidden_states", "attentions"]

@@ -196,7 +196,7 @@ def _values_in(batch: Any) -> Any:
         return [(name, _values_in(value)) for name, value in batch.items()]
     if isinstance(batch, (list, tuple)):
         return [_values_in(value) for value in batch]
-    if hasattr(batch, "tolist"):
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch.tolist()
     return batch if isinstance(batch, (str, bytes, int, float)) else type(batch).__name__
 

@@ -118,7 +118,7 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Uneven
     # For loaders that a subclass prepares itself. Their batch sizes are divided already (`split_batches`).
     names = ("dispatch_batches", "even_batches", "use_seedable_sampler")
     loaders = DataLoaderConfiguration(data_seed=own.data_seed, **{name: own.accelerator_config[name] for name in names})
-    on_cpu = place.type == "cpu" or None  # accelerate joins processes on the CPU only where it is told of the CPU
+    on_cpu = place.type == "cpu" or None  # without it, accelerate joins no processes on the CPU
     with without_plugins():
         return UnevenAccelerator(cpu=on_cpu, kwargs_handlers=[group], dataloader_config=loaders)
 

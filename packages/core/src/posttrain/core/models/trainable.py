@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from posttrain.core.models.wrapping import adapters_of, base_model, is_peft_model, setting
+
+logger = logging.getLogger(__name__)
 
 
 def takes_trial(model_init: Callable[..., nn.Module]) -> bool:
@@ -27,6 +30,24 @@ def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Modu
     if model is None:
         raise RuntimeError("model_init returned None; it must return a model.")
     return model
+
+
+def switch(model: nn.Module, switched: dict[str, bool]) -> dict[str, bool]:
+    """Freeze (False) or train (True) the parameters in `switched`, as callbacks had when a checkpoint was saved;
+    returns whether each was trained before.
+    """
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(switched.get(name, before[name]))
+    if names := [name for name, now in switched.items() if before.get(name, now) != now]:
+        logger.info("Frozen or trained as when the checkpoint was saved: %s (%d).", ", ".join(names[:3]), len(names))
+    return before
+
+
+def switched(model: nn.Module, since: dict[str, bool]) -> dict[str, bool]:
+    """Of the parameters that were frozen, or trained, `since` then, whether they are trained now."""
+    now = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    return {name: is_trained for name, is_trained in now.items() if is_trained != since.get(name, is_trained)}
 
 
 def is_quantized(model: nn.Module) -> bool:

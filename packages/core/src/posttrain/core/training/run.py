@@ -18,6 +18,7 @@ from posttrain.core.data import rng
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import CheckpointError, DataError, UnsavedError
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.models import trainable
 from posttrain.core.models.wrapping import unwrap
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import TrainOutput, unanswered
@@ -106,7 +107,7 @@ class Run:
         """Call the callbacks, evaluate or do what an interrupted run had left where that is due; the epochs to do."""
         owner, args = self.owner, self.owner.args
         owner._fire("on_train_begin", data_reports=owner.data_reports)
-        self._switch()
+        self.begun = trainable.switch(unwrap(owner.model), self.switched)
         if preemption.may_save(args):
             owner.checkpoints.check_state()
         self.meet("what callbacks do when training begins")
@@ -133,7 +134,7 @@ class Run:
             "cuts": 0 if self.splitter is None else self.splitter.cuts,
             "epoch_stops": control.should_epoch_stop and not progress.epoch_ended,
             "left": unanswered(control),
-            "switched": {name: now for name, now in self._trained().items() if now != self.begun.get(name, now)},
+            "switched": trainable.switched(unwrap(self.owner.model), self.begun),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,21 +162,6 @@ class Run:
         if self.progress.epoch_ended:
             self.progress.epoch += 1
             self.loader.set_epoch(self.progress.epoch)
-
-    def _trained(self) -> dict[str, bool]:
-        return {name: one.requires_grad for name, one in unwrap(self.owner.model).named_parameters()}
-
-    def _switch(self) -> None:
-        """Freeze, or train, the parameters that were switched so in the checkpoint, after training had begun."""
-        self.begun, parameters = self._trained(), dict(unwrap(self.owner.model).named_parameters())
-        for value, what in ((False, "frozen"), (True, "trained")):
-            names = [name for name in parameters if self.switched.get(name) is value is not self.begun[name]]
-            for name in names:
-                parameters[name].requires_grad_(value)
-            if names:
-                logger.info(
-                    f"As when the checkpoint was saved, these are {what}: {', '.join(names[:3])} ({len(names)} in all)."
-                )
 
     def restore_rng(self) -> None:
         """Set the random numbers of the checkpoint, once: the first row that is read must find them."""
