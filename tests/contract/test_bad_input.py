@@ -227,7 +227,7 @@ def test_columns_that_fit_nothing_are_named_beside_those_that_would(tmp_path):
         Dataset.from_list([{"txt": "a"}]),
         Dataset.from_list([{"txt": "a"}]).to_iterable_dataset(),
     ):
-        refused(DataError, "train", "['txt']", "input_ids", "messages", "completion+prompt", "dataset_text_field",
+        refused(DataError, "train", "['txt']", "input_ids", "messages", "completion and prompt", "dataset_text_field",
                 run=lambda rows=rows: sft(tmp_path, rows))  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import posttrain.rl
+import posttrain.sft
 from posttrain.cli.mixture import CommandSource
 from posttrain.cli.scripts import ScriptArguments
 from posttrain.cli.tools.launch import LaunchArguments
@@ -33,8 +34,8 @@ from tests.test_architecture import sources, tree
 
 CONFIGS = [
     *(TrainingArguments, SFTConfig, Seq2SeqConfig, ModelConfig, CommandSource, LaunchArguments, ScriptArguments),
-    *sorted((getattr(posttrain.rl, name) for name in posttrain.rl.__all__ if name.endswith("Config")),
-            key=lambda kind: len(kind.__mro__)),
+    *sorted((getattr(posttrain.rl, name) for name in posttrain.rl.__all__
+             if name.endswith("Config") and name not in posttrain.sft.__all__), key=lambda kind: len(kind.__mro__)),
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
 CHECKS = ("_problems", "_normalize", "_preflight", "__post_init__", "_accumulation_problems")

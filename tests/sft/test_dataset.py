@@ -327,7 +327,7 @@ def test_a_dataset_without_a_row_to_train_on_is_refused_with_the_reasons(tok):
 
 def test_columns_that_fit_no_format_are_named(tok):
     for dataset in ([{"question": "a"}], Dataset.from_list([{"question": "a"}])):
-        with pytest.raises(DataError, match=r"\['question'\].*completion\+prompt.*dataset_text_field"):
+        with pytest.raises(DataError, match=r"\['question'\].*completion and prompt; .*dataset_text_field"):
             prepare_dataset(dataset, tok)
     with pytest.raises(DataError, match="completion_only_loss=True needs the columns prompt and completion"):
         prepare_dataset([{"text": "a"}], tok, completion_only_loss=True)

@@ -86,7 +86,7 @@ def test_the_columns_tell_the_format(columns, expected):
 
 
 def test_columns_of_no_format_are_named_with_those_wanted():
-    with pytest.raises(DataError, match=r"\['answer', 'question'\].*completion\+prompt.*messages or .*text"):
+    with pytest.raises(DataError, match=r"\['answer', 'question'\].*completion and prompt; .*messages; .*text"):
         chat_template.detect_format(["question", "answer"])
 
 

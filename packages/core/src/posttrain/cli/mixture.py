@@ -81,7 +81,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
 
 def listed(given: Sequence[Any]) -> list[DatasetConfig]:
     """`given` with each mapping as a `DatasetConfig`; `DataError` where that is not possible."""
-    if isinstance(given, (str, dict)):
+    if not isinstance(given, (list, tuple)):
         raise DataError(f"datasets={given!r} must be a list of mappings, each with a path")
     made = []
     for place, value in enumerate(given):

@@ -88,7 +88,7 @@ def is_filler(batch: Any) -> bool:
 
 class Repeating(_Batch):
     """A batch of `size` rows, the first `kept` of which count, for a loss that wants as many rows on each process: the
-    others are repeated. Once it is moved, it is as any other.
+    others are repeated.
     """
 
     def __init__(self, batch: Mapping[str, Any], kept: int | None = None, size: int = 0) -> None:

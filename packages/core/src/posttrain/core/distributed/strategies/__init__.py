@@ -6,6 +6,7 @@ import logging
 import os
 from typing import Any
 
+import torch
 from torch import nn
 
 from posttrain.core.distributed import division, environment, shard_settings
@@ -49,10 +50,8 @@ def _started(args: DistributedArguments) -> tuple[Any, Any]:
 
 
 def meet_launched(args: DistributedArguments) -> None:
-    """Start the process group where a launcher started several processes, and take this one's accelerator: scripts
-    ask torch.distributed for their rank, and load models, before there is a trainer.
-    """
-    if "LOCAL_RANK" in os.environ and environment.world_size() > 1:
+    """Start the process group, and take the GPU, of a launched process: scripts use both before there is a trainer."""
+    if "LOCAL_RANK" in os.environ and environment.world_size() > 1 and not torch.distributed.is_initialized():
         process_state(args)
 
 
