@@ -69,7 +69,7 @@ def test_it_is_trained_on_what_was_sampled(tmp_path, program):
     assert learned == sorted(ids for _, ids in engine.written)
     assert not run.old_logps.recomputes  # its log-probabilities are those of a forward of the whole conversation
     logged = run.state.log_history[0]
-    assert logged[f"rewards/{PYTHON.name}/mean"] == 1
+    assert logged[f"rewards/{program.stem}/mean"] == 1
     assert logged["agent/sequences"] == SEQUENCES.get(program.stem, 1)
 
 
