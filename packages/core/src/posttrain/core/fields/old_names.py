@@ -94,12 +94,12 @@ class AnswersToOldNames:
         object.__setattr__(self, name, value)
 
 
-def level_outside() -> int:
-    """The ``stacklevel`` with which the caller warns of the line outside of posttrain that called it."""
-    level, frame = 1, sys._getframe(1)
+def _warn(message: str) -> None:
+    """Warn of the line outside of posttrain that led here."""
+    level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("posttrain."):
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(message, FutureWarning, stacklevel=level)
 
 
 def translate_old_names(
@@ -120,15 +120,9 @@ def translate_old_names(
             if old.harmless is not None and value not in old.harmless:
                 problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
             elif value not in old.says_nothing:
-                warnings.warn(
-                    f"{config_class.__name__}: {name} has no effect: {old.why}",
-                    FutureWarning,
-                    stacklevel=level_outside(),
-                )
+                _warn(f"{config_class.__name__}: {name} has no effect: {old.why}")
         elif value in old.ignore:
-            warnings.warn(
-                f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=level_outside()
-            )
+            _warn(f"{config_class.__name__}: {name} is now {old.new}")
         elif old.most is not None and isinstance(value, int | float) and not 0 <= value <= old.most:
             problems.append(f"{name}={shown(name, value)} must be from 0 to {old.most}; {old.new} takes larger numbers")
         else:
@@ -142,8 +136,7 @@ def translate_old_names(
                 problems.append(f"{name} is the old name of {old.new}, which {config_class.__name__} does not have")
             else:
                 now = f"{old.new}={shown(old.new, new_value)}"
-                warning = f"{config_class.__name__}: {name}={shown(name, value)} is now {now}"
-                warnings.warn(warning, FutureWarning, stacklevel=level_outside())
+                _warn(f"{config_class.__name__}: {name}={shown(name, value)} is now {now}")
                 today[old.new] = new_value
     return today, problems
 
@@ -192,8 +185,7 @@ def moved_arguments(owner: str, config_class: type, given: dict[str, Any]) -> di
     if problems:
         raise ConfigError(owner, problems)
     for name in today.keys() & moved.keys():
-        message = f"{owner}: {name}= is now {config_class.__name__}({name}=...); both work."
-        warnings.warn(message, FutureWarning, stacklevel=level_outside())
+        _warn(f"{owner}: {name}= is now {config_class.__name__}({name}=...); both work.")
     return today
 
 

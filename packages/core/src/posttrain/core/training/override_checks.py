@@ -59,14 +59,9 @@ def is_ours(owner: object, method: str) -> bool:
     return method not in vars(owner) and defined.__module__.startswith("posttrain.")
 
 
-def reads_processes(owner: object) -> bool:
-    """Whether a method that a user's class or a script gave `owner` reads how many processes there are."""
-    return bool({"num_processes", "world_size"} & _read_by([*_theirs(owner.__class__), vars(owner)]))
-
-
-def gathers_rows(owner: object) -> bool:
-    """Whether such a method gathers through torch, which needs as many rows on each process."""
-    return bool({"all_gather", "all_gather_into_tensor"} & _read_by([*_theirs(owner.__class__), vars(owner)]))
+def reads(owner: object, *names: str) -> bool:
+    """Whether a method that is the user's, of the class of `owner` or set on it, reads one of `names`."""
+    return not _read_by([*_theirs(owner.__class__), vars(owner)]).isdisjoint(names)
 
 
 def _theirs(trainer_class: type) -> list[Mapping[str, Any]]:

@@ -33,7 +33,8 @@ class Scaling:
         self.objective = normalization.Objective(owner.compute_loss, means, own_count=self.declared == "mixed")
         # No method or function of the user takes the place of our loss, or the model's.
         self.is_own_loss = override_checks.is_ours(owner, "compute_loss") and owner.compute_loss_func is None
-        self.gathers_rows = not self.is_own_loss and override_checks.gathers_rows(owner)
+        gathering = "all_gather", "all_gather_into_tensor"  # of torch, with which each process needs as many rows
+        self.gathers_rows = not self.is_own_loss and override_checks.reads(owner, *gathering)
         # A loss is multiplied with it, since processes average their gradients.
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         stock = "windows get_batch_samples count_items prepare_inputs complete_inputs".split()
@@ -47,7 +48,7 @@ class Scaling:
         #: `compute_loss` of the trainer, where another stands in its place.
         self.covered: Callable[..., Any] | None = None
         theirs = self.factor > 1 and self.objective.takes_count and not override_checks.is_ours(owner, "compute_loss")
-        if theirs and override_checks.reads_processes(owner):  # it may multiply its loss with the processes already
+        if theirs and override_checks.reads(owner, "num_processes", "world_size"):  # its loss may be multiplied already
             self.objective.times, self.objective.is_open = None, True
             # And does so only where there is a count, which transformers gives in training alone.
             self.objective.counts_evaluation = False
