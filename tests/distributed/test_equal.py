@@ -238,6 +238,17 @@ def test_two_processes_with_the_tokens_between_matrices_do_what_one_does(name, s
     assert_equal_runs(jobs.result(job(shared, "sp", work), name), jobs.result(alone, name))
 
 
+def test_two_by_two_processes_shard_weights_and_have_the_tokens_between_matrices(shared, alone):
+    changes = SEQUENCE | {"fsdp": "full_shard", "gradient_checkpointing": True}
+
+    def make(folder):
+        jobs.do(4, [["packed", "train", {"name": "sft-packed", "out": str(folder / "packed")} | changes]], folder)
+
+    found = jobs.result(jobs.once(shared, "sp-2x2", make), "packed")
+    assert found["is_fsdp"]
+    assert_equal_runs(found, jobs.result(alone, "sft-packed"))
+
+
 def test_tokens_between_matrices_are_divided_whatever_ran_before_a_layer_is_recomputed(shared):
     archs = ["qwen3", "llama", "mistral", "gemma2"]
     found = jobs.result(
