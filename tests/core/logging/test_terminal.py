@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -127,6 +128,45 @@ def test_lines_without_a_bar_begin_with_the_step_and_end_with_the_pace(capsys):
     logs = {"loss": 2.0, "perf/tokens_per_second": 1234.0, "perf/time_left_seconds": 61.0, "perf/step_seconds": 0.1}
     PrinterCallback().on_log(None, state, None, logs=logs)
     assert capsys.readouterr().out == "step 3/4  loss 2  (1,234 tok/s, 1:01 left)\n"
+
+
+class OnlyWrites:
+    """What scripts put in the place of a stream, to keep a copy of it."""
+
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("stream", [None, OnlyWrites(), open(os.devnull, "w")], ids=["none", "writes", "file"])
+def test_a_stream_that_is_no_terminal_shows_a_record_whole(stream, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", stream), monkeypatch.setattr(sys, "stderr", stream)
+    assert not terminal.draws_bars() and not terminal.is_terminal(stream)
+    assert terminal.line({"loss": 1.5, "x" * 90: 2}) == f"loss 1.5  {'x' * 90} 2"
+    args = arguments(TrainingArguments, tmp_path, max_steps=1)
+    trainer = Trainer(tiny.causal_lm(), args, pad, tiny.token_rows(8))
+    assert trainer.train().global_step == 1
+
+
+def test_what_a_library_prints_goes_into_no_file_where_the_streams_were_closed(tmp_path):
+    program = """
+import os, sys
+from posttrain.core.logging import terminal
+terminal.open_streams()
+files = [open(path, "w") for path in sys.argv[1:]]
+print("of Python", file=sys.stderr), input if sys.stdin.read() else print("of Python")
+os.write(1, b"of a library"), os.write(2, b"of a library")
+for file in files:
+    file.write("whole"), file.close()
+subprocess = __import__("subprocess").run([sys.executable, "-c", "print('of a child')"])
+sys.exit(subprocess.returncode)
+"""
+    paths = [str(tmp_path / name) for name in "abc"]
+    command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-c", program, *paths]
+    assert subprocess.run(command).returncode == 0
+    assert [open(path).read() for path in paths] == ["whole"] * 3
 
 
 def test_a_warning_that_repeats_is_written_once_and_counted(capsys, monkeypatch):

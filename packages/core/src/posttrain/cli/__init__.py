@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, ConfigError, DataError
-from posttrain.core.logging import noise
+from posttrain.core.logging import noise, terminal
 
 #: Each is a module of `posttrain.cli.tools`, but for `train`: ``run(words)`` takes the words after its name and returns
 #: the exit status, None for 0. It raises `ConfigError` where they are not those of the module's `HELP`, `DataError`
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     and an upload to the Hub failed, 130 after Ctrl-C, 141 where the output is not read any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    terminal.open_streams()
     _quiet_others()
     try:
         status = _dispatch(words)
@@ -99,7 +100,7 @@ def _reader_has_gone() -> bool:
 def _quiet_others() -> None:
     """Leave out what libraries tell each other's developers, and progress bars where they would go into a file."""
     noise.quiet()
-    if not sys.stderr.isatty():
+    if not terminal.is_terminal(sys.stderr):
         for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")

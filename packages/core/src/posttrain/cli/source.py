@@ -354,6 +354,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
             found = datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         reason = _reason(error).rstrip(".")
+        if isinstance(error, OSError) and Path(datasets.config.HF_DATASETS_CACHE).is_relative_to(error.filename or "-"):
+            reason += ", below which datasets keeps its cache. Set HF_HOME to a folder that can be written"
         elsewhere = "" if Path(names[0]).exists() else f". It is no file or folder here (looked from {Path.cwd()})."
         raise DataError(f"{path} cannot be read: {reason}{elsewhere}") from error
     for rows in (found.values() if isinstance(found, dict) else [found]) if streaming and is_archived else ():

@@ -18,6 +18,7 @@ from torch import nn
 
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint.weights import save_weights
 from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.models.wrapping import unwrap
 from posttrain.core.state import TrainerControl, TrainerState
@@ -139,7 +140,7 @@ class BEMACallback(TrainerCallback):
             return
         folder = Path(args.output_dir) / FOLDER
         with swapped_in(self._weights, self._last):
-            unwrap(model).save_pretrained(folder)
+            save_weights(unwrap(model), folder)
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(folder)
         logger.info("The averaged model is in %s.", folder)

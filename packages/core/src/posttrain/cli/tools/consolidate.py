@@ -39,7 +39,7 @@ def consolidate(checkpoint: Path, folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(checkpoint)
         with torch.device("meta"):
             model = getattr(transformers, config.architectures[0])(config)
-        model.save_pretrained(str(folder), state_dict=tensors)
+        weights.save_weights(model, folder, tensors)
     else:
         codec.write_tensors(tensors, folder / weights.WEIGHTS)
     ours = ("weights-", "optimizer", "scheduler", "rank-", "trainer_state", "manifest", "engine-")

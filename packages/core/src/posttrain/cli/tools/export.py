@@ -18,6 +18,7 @@ import torch
 from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.cli.tools.merge import TOLERANCE, merge
+from posttrain.core.checkpoint.weights import save_weights
 from posttrain.core.errors import CheckpointError
 from posttrain.core.files import write_text
 from posttrain.lm.loading import loading
@@ -113,7 +114,7 @@ def export(
             merge(model, folder, base, kept, tolerance, trust_remote_code)
         else:
             whole, tokenizer = load.load(model, base, kept, device="cpu", trust_remote_code=trust_remote_code)
-            whole.save_pretrained(folder)
+            save_weights(whole, folder)
             tokenizer.save_pretrained(folder)
         dtype = dtype or str(loading.load_causal_lm(folder, {"dtype": "auto"}).dtype).removeprefix("torch.")
         if converter is None:

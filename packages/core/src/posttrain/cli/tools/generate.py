@@ -17,6 +17,7 @@ from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.files import naming, write_text
+from posttrain.core.logging.terminal import is_terminal
 
 HELP = f"""posttrain generate MODEL PROMPTS.jsonl OUTPUT.jsonl [--batch_size N] [--temperature T] ...
 
@@ -48,7 +49,7 @@ def run(words: list[str]) -> int | None:
         raise DataError(f"{source} holds messages. {load.NO_TEMPLATE}")
     from tqdm import tqdm
 
-    with tqdm(total=len(rows), initial=len(kept.found), unit="prompt", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=len(rows), initial=len(kept.found), unit="prompt", disable=not is_terminal(sys.stderr)) as bar:
         try:
             for batch in in_batches(model, tokenizer, [prompt for prompt, _ in rows], done=kept.found, **given):
                 bar.update(kept.add(batch))

@@ -15,7 +15,7 @@ from torch import nn
 from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.core.checkpoint import codec
-from posttrain.core.checkpoint.weights import ADAPTER
+from posttrain.core.checkpoint.weights import ADAPTER, save_weights
 from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import special_tokens
 from posttrain.core.models.wrapping import PretrainedModel, base_model, is_encoder_decoder, setting
@@ -150,7 +150,7 @@ def merge(
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        merged.save_pretrained(str(beside))
+        save_weights(merged, beside)
         tokenizer.save_pretrained(str(beside))
         del model, adapted, merged
         options["model_init_kwargs"].pop("revision", None)

@@ -23,6 +23,7 @@ from posttrain.cli.method import of_words, read
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
 from posttrain.core.files import write_text
+from posttrain.core.logging.terminal import is_terminal
 from posttrain.lm.text import layouts
 
 ROWS = 3
@@ -74,7 +75,7 @@ def wants_color(stream: TextIO) -> bool:
     """
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    return bool(os.environ.get("FORCE_COLOR")) or (is_terminal(stream) and os.environ.get("TERM") != "dumb")
 
 
 def _file_name(text: str) -> str | None:

@@ -280,14 +280,17 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
 
 
 def check_tensors(path: str | Path) -> None:
-    """Read the header of a safetensors file and nothing else. Raises a `CheckpointError` where it does not match the
-    file, as after a download that broke off.
+    """Read the header of a safetensors file and nothing else. Raises a `CheckpointError` where it cannot be read, or
+    does not match the file, as after a download that broke off.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
+        open(path, "rb").close()  # safetensors says of a file without permission that it does not exist
         with safe_open(str(path), "pt"):
             pass
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
 

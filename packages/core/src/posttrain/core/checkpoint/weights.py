@@ -111,7 +111,10 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
     if all(tensor.dtype in codec.NATIVE for tensor in tensors.values()):
         codec.write_tensors(tensors, path, metadata)
     else:
+        Path(path).touch()  # with the permissions that others' files have: safetensors 0.8 lets its user alone read
+        mode = Path(path).stat().st_mode
         _save_file(tensors, path, metadata)
+        Path(path).chmod(mode)
 
 
 def save_description(model: nn.Module, directory: str | Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.core.state import TrainerState
+if TYPE_CHECKING:
+    from posttrain.core.state import TrainerState
 
 #: How many numbers of a record a line shows.
 SHOWN = 8
@@ -41,7 +43,32 @@ def write(text: str) -> None:
 
 def draws_bars() -> bool:
     """Whether progress bars are of use: on a terminal and in a notebook, not in a file."""
-    return "ipykernel" in sys.modules or sys.stderr.isatty()
+    return "ipykernel" in sys.modules or is_terminal(sys.stderr)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether `stream` is shown on a terminal. It may be None, closed, or of a class that only writes."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
+def open_streams() -> None:
+    """Open those of the standard streams that this process was started without. The next file that is opened would get
+    their number, and what a library writes in C to stdout or stderr would go into it: a checkpoint, or the log.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            if vars(sys)[name] is None:
+                setattr(sys, name, open(number, mode, closefd=False))
 
 
 class Repeats:
@@ -92,7 +119,7 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
     texts = {name: f"{v:.4g}" if isinstance(v := record[name], float) else str(v) for name in names}
     texts = {name: f"{name} {v if len(v) <= max_length else v[:max_length] + '...'}" for name, v in texts.items()}
     chosen: list[str] = []
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000  # unlimited for a file
+    columns = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 10_000  # unlimited for a file
     room = columns - len("(99 more in log.jsonl)")
     for name in sorted(names, key=_distance)[:SHOWN]:
         room -= len(texts[name]) + 2

@@ -15,7 +15,7 @@ from posttrain.core.config import value_of
 from posttrain.core.data import pipeline, workers
 from posttrain.core.distributed import sharding
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.logging import memory
+from posttrain.core.logging import memory, terminal
 from posttrain.core.logging.metrics import Clock, clock_of
 from posttrain.core.models import compiling, regularization, special_tokens
 from posttrain.core.optim import builder
@@ -40,6 +40,7 @@ def set_up(
 ) -> Run:
     """Make the model, optimizer and state of a run, or load them from `checkpoint`."""
     args, handler = owner.args, owner.callback_handler
+    terminal.open_streams()
     handler.look_again()
     override_checks.check_parts(owner)
     check_intervals(plan, args)

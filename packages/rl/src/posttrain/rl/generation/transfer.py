@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from posttrain.core.checkpoint.weights import ADAPTER, write_file
 from posttrain.core.data import accelerator
 from posttrain.core.errors import require
 from posttrain.rl.generation.server import Refused, Server
@@ -203,8 +204,6 @@ class AdapterFolder:
         """Write the adapter, and have the servers load it in the place of the one before. Raise ValueError if a server
         has had the weights below the adapter replaced.
         """
-        from safetensors.torch import save_file
-
         for server in servers:
             if (found := version_of(server)).startswith("posttrain-weights"):
                 raise ValueError(
@@ -212,7 +211,7 @@ class AdapterFolder:
                     "the adapter. Start it anew."
                 )
         self.path.mkdir(parents=True, exist_ok=True)
-        save_file({name: w.to("cpu").contiguous() for name, w in weights}, self.path / "adapter_model.safetensors")
+        write_file({name: weight.to("cpu") for name, weight in weights}, self.path / ADAPTER)
         config = copy.copy(weights.config)
         config.inference_mode = True
         config.save_pretrained(str(self.path))
@@ -223,17 +222,15 @@ class AdapterFolder:
 
 def write_shards(weights: Weights, folder: Path) -> None:
     """Write `weights` to safetensors files of `SHARD_BYTES`, holding those of one file at a time."""
-    from safetensors.torch import save_file
-
     shard: dict[str, torch.Tensor] = {}
     size = number = 0
     for name, weight in weights:
         if shard and size + weight.nbytes > SHARD_BYTES:
-            save_file(shard, folder / f"model-{number:05d}.safetensors")
+            write_file(shard, folder / f"model-{number:05d}.safetensors")
             shard, size, number = {}, 0, number + 1
-        shard[name] = weight.to("cpu").contiguous()
+        shard[name] = weight.to("cpu")
         size += weight.nbytes
-    save_file(shard, folder / f"model-{number:05d}.safetensors")
+    write_file(shard, folder / f"model-{number:05d}.safetensors")
 
 
 def begin_update(servers: Sequence[Server]) -> None:
