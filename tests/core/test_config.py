@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
+import inspect
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -297,3 +299,19 @@ def test_a_number_that_yaml_reads_as_a_text_is_explained():
     with pytest.raises(ConfigError, match="must be of type float$"):
         TrainingArguments("out", learning_rate="fast")
     assert TrainingArguments("out", **yaml.safe_load("learning_rate: 2.0e-5")).learning_rate == 2e-5
+
+
+def test_the_arguments_of_a_class_show_in_its_signature():
+    """Scripts pick by it what they hand on, and editors show it."""
+
+    @dataclasses.dataclass
+    class Mine(TrainingArguments):
+        own: int = 0
+
+    for cls in (TrainingArguments, Mine):
+        shown = inspect.signature(cls).parameters
+        assert list(shown) == [field.name for field in dataclasses.fields(cls) if field.init]
+        assert shown["learning_rate"].default == 5e-5 and shown["output_dir"].default is None
+    given = {"output_dir": "out", "learning_rate": 1e-3, "own": 3, "of_another_program": 1}
+    made = Mine(**{name: value for name, value in given.items() if name in inspect.signature(Mine).parameters})
+    assert (made.output_dir, made.learning_rate, made.own) == ("out", 1e-3, 3)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import random
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -266,6 +267,51 @@ def test_teachers_queues_and_counts_are_left_as_they_were(tmp_path):
     (declared, *counts), (found, *same) = ends
     assert counts == same == [6, [1, 2, 3, 4, 5, 6]]
     assert all(map(torch.equal, declared, found))
+
+
+class Meter:
+    """As scripts average a metric."""
+
+    def __init__(self):
+        self.total, self.seen, self.sums = 0.0, [], {"all": 0}
+
+    def update(self, value):
+        self.total += value
+        self.seen.append(value)
+        self.sums["all"] += 1
+
+
+class Counts(nn.Module):
+    """As torchmetrics keeps a metric: a module with buffers, which is in no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+
+class Measures(Trainer):
+    def __init__(self, *args, **kwargs):
+        self.meter, self.meters = Meter(), {"train": defaultdict(Meter)}
+        self.table, self.counts = np.zeros(4), {"train": [Counts()]}
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.meter.update(1)
+        self.meters["train"]["loss"].update(2)
+        self.table[1] += 1
+        self.counts["train"][0].count += 1
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_meters_and_tables_count_each_micro_batch_once(tmp_path):
+    rows = [{"x": [float(i), 1.0, 0.5, -1.0], "labels": float(i % 3)} for i in range(12)]
+    args = arguments(TrainingArguments, tmp_path, per_device_train_batch_size=2, max_steps=3, learning_rate=1e-3)
+    args.gradient_accumulation_steps = 2
+    trainer = Measures(Queue(), args, None, rows)
+    trainer.train()
+    assert vars(trainer.meter) == {"total": 6.0, "seen": [1] * 6, "sums": {"all": 6}}
+    assert vars(trainer.meters["train"]["loss"]) == {"total": 12.0, "seen": [2] * 6, "sums": {"all": 6}}
+    assert trainer.table.tolist() == [0, 6, 0, 0] and trainer.counts["train"][0].count == 6
 
 
 def test_what_is_declared_is_taken_at_its_word_and_nothing_is_tried(tmp_path, monkeypatch):

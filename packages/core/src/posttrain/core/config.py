@@ -441,6 +441,12 @@ class ConfigMeta(type):
                     value[field.name] = without_aliases(field, own)
         super().__setattr__(name, value)
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of ``__init__``: scripts take from it which arguments there are."""
+        own = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Not the one that `dataclass` gives to each subclass, which would show secrets.
         written = (vars(owner)["__repr__"] for owner in cls.__mro__ if "__repr__" in vars(owner))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,9 @@ from posttrain.core.models.wrapping import unwrap
 SMALL = 512  # containers of more entries are data
 DEPTH = 3
 DATA = ("train_dataset", "eval_dataset")
+OTHERS = ("posttrain", "torch", "transformers", "accelerate", "tokenizers", "datasets")  # whose objects are no meters
+HELD = (int, float, complex, str, np.generic, np.ndarray, torch.Tensor, torch.device, torch.dtype)
+HELD += (list, tuple, dict, set, deque)
 PLAIN = (torch.Tensor, nn.Parameter)  # what has memory of its own
 MOVED = 2**20  # parameters of more elements stay where they are: what is moved is copied
 # Of a loss in 32 bits and in 16, how far its ratio may be from 1/2 or from 1.
@@ -105,18 +109,23 @@ def _move(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, owner: Any) -> Iterator[None]:
-    """Put back at the end whatever is changed meanwhile in `model`, in `owner`, its state, its control and the modules
-    that it has: their attributes, and the elements of their tensors. ``owner.log`` does nothing meanwhile.
+    """Put back at the end whatever is changed meanwhile in `model`, in `owner`, its state, its control and the modules,
+    meters and containers that it has: their attributes, and the elements of their tensors and arrays. ``owner.log``
+    does nothing meanwhile.
     """
-    own = [value for value in vars(owner).values() if isinstance(value, nn.Module) and value is not model]
+    inner = [part for value in vars(owner).values() for part in _parts(value, DEPTH) if part is not model]
     # A wrapper for several processes keeps its own counts.
-    modules = {id(part): part for root in (unwrap(model), *own) for part in unwrap(root).modules()}
+    roots = [unwrap(root) for root in (model, *inner) if isinstance(root, nn.Module)]
+    modules = {id(part): part for root in roots for part in root.modules()}
     kept = [vars(owner)[name] for name in ("state", "control") if name in vars(owner)]
     attributes = [(thing, dict(vars(thing))) for thing in (owner, *kept, *modules.values())]
     values = [value for _, names in attributes for name, value in names.items() if name not in (*DATA, "_parameters")]
-    contents = [keep for value in values for keep in _contents(value, DEPTH)]
-    held = [value for _, inner in contents for value in (inner.values() if isinstance(inner, dict) else inner)]
-    tensors = [value for value in (*values, *held) if isinstance(value, torch.Tensor)]
+    values = [part for value in values for part in _parts(value, DEPTH)]
+    attributes += [(value, dict(vars(value))) for value in values if _is_meter(value)]
+    contents = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in values if _is_container(v)]
+    arrays = [v for v in values if isinstance(v, np.ndarray) and v.flags.writeable and v.size <= MOVED]
+    arrays = [(array, array.copy()) for array in arrays]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     parameters = [parameter for module in modules.values() for parameter in module._parameters.values()]
     tensors += [parameter for parameter in parameters if parameter is not None]
     if hasattr(owner, "log"):
@@ -137,6 +146,8 @@ def restored(model: nn.Module, owner: Any) -> Iterator[None]:
             if _has_changed(container, content):
                 container.clear()
                 (container.extend if hasattr(container, "extend") else container.update)(content)
+        for array, before in arrays:
+            array[...] = before
         writes.undo()
         torch.clear_autocast_cache()
 
@@ -188,14 +199,25 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _contents(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
-    """(container, its current content) of `value` and of nested containers."""
-    if not isinstance(value, (list, dict, set, deque)) or len(value) > SMALL:
-        return
-    yield value, dict(value) if isinstance(value, dict) else list(value)
-    if depth > 1:
-        for inner in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _contents(inner, depth - 1)
+def _parts(value: Any, depth: int) -> Iterator[Any]:
+    """`value`, and what it holds if it is a container or a meter."""
+    yield value
+    if depth and (_is_container(value) or _is_meter(value)):
+        held = value if _is_container(value) else vars(value)
+        for inner in list(held.values() if isinstance(held, dict) else held):
+            yield from _parts(inner, depth - 1)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict, set, deque)) and len(value) <= SMALL
+
+
+def _is_meter(value: Any) -> bool:
+    """Whether `value` is an object of a script that holds numbers and containers alone, as what averages a metric."""
+    if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
+        return False
+    of_script = type(value).__module__.partition(".")[0] not in OTHERS
+    return of_script and all(value is None or isinstance(value, HELD) for value in vars(value).values())
 
 
 def _has_changed(container: Any, content: Any) -> bool:
