@@ -276,7 +276,8 @@ class Trainer(TrainerNames):
         if not model.training:
             eval_loop.train_mode(model, self.optimizer)
         clock.begin()
-        scaling.objective.begin_step(self.state.global_step + 1)
+        if scaling.objective.may_change:
+            scaling.objective.begin_step(self.state.global_step + 1)
         run.num_items = num_items  # for a training_step that leaves it out
         if run.splitter is None:
             losses = self.accumulate(model, window, num_items)
