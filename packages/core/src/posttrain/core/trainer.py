@@ -817,8 +817,7 @@ class Trainer(TrainerNames):
         items, objective = sum(self.count_items(inputs) for inputs in window), self.scaling.objective
         needed = objective.own_count or (objective.takes_count and not self.scaling.is_own_loss)
         if len(window) == 1 and self.dist.world_size == 1 and objective.returns_mean and not needed:
-            on_host = not isinstance(items, torch.Tensor) or items.is_cpu
-            if on_host and items:
+            if (not isinstance(items, torch.Tensor) or items.is_cpu) and items:  # which takes no wait to know
                 return None
         items = normalization.scalar(items, self.dist.device)
         if self.dist.world_size == 1:
