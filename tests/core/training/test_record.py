@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.logging.metrics import FLOPS, TOKENS
 from posttrain.core.state import TrainerState
@@ -26,6 +27,21 @@ def test_a_record_is_the_mean_of_the_steps_that_had_a_label():
     shown = {name: value for name, value in logs.items() if not name.startswith("perf/")}
     assert shown == {"loss": 1.5, "kl": 0.25, "grad_norm": 2.0, "learning_rate": 0.5, "learning_rate/head": 0.1}
     assert progress.last_logged == 3 and progress.mean_loss(had_losses=True) == 1.5
+
+
+def test_the_loss_of_a_step_is_added_without_a_product():
+    class Products(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += function is torch.ops.aten.mul.Tensor
+            return function(*args, **(kwargs or {}))
+
+    log = record()
+    with Products() as products:
+        log.step(torch.tensor(1.0), torch.tensor(4), {})
+        log.step(torch.tensor(2.0), torch.tensor(0), {})
+    assert products.number == 0 and log.metrics.drain() == {"loss": (1.0, 1)}
 
 
 @pytest.mark.parametrize(("which", "tokens"), [("all", 10), ("non_padding", 7)])

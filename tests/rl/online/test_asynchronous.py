@@ -15,6 +15,7 @@ import torch
 from posttrain.core import TrainerCallback
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import ConfigError
+from posttrain.core.training.run import Run
 from posttrain.rl import (
     AsyncGRPOConfig,
     AsyncGRPOTrainer,
@@ -1038,3 +1039,11 @@ def test_every_background_thread_computes_on_the_device_of_the_thread_that_began
     groups.ended(0, sample)
     assert groups._scores[0].result() == [3.0]
     groups.close()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_a_signal_undoes_is_remembered_where_one_is_heard(saves, tmp_path, monkeypatch):
+    remembered, undo_point = [], Run.undo_point
+    monkeypatch.setattr(Run, "undo_point", lambda run: remembered.append(run) or undo_point(run))
+    make(tmp_path, save_on_signal=saves, max_steps=3).train()
+    assert len(remembered) == (4 if saves else 0)  # three steps, and the end of the first epoch

@@ -155,4 +155,5 @@ def test_completions_that_were_changed_after_their_end_are_scored_as_they_are(tm
     args = TWO_GROUPS | dict(reward_concurrency=2, max_steps=1)
     run = trainer(tmp_path, reward, kind=Shortens, generator=scripted(), tools=[add], args=args)
     run.train()
-    assert len(seen[-1]) == 8 and all(text[-1]["content"] == "short" for text in seen[-1])
+    (scored,) = [some for some in seen if len(some) == 8]  # a thread may still be scoring a group
+    assert all(text[-1]["content"] == "short" for text in scored)

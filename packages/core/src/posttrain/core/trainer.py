@@ -276,7 +276,8 @@ class Trainer(TrainerNames):
         if not model.training:
             eval_loop.train_mode(model, self.optimizer)
         clock.begin()
-        scaling.objective.begin_step(self.state.global_step + 1)
+        if scaling.objective.may_change:
+            scaling.objective.begin_step(self.state.global_step + 1)
         run.num_items = num_items  # for a training_step that leaves it out
         if run.splitter is None:
             losses = self.accumulate(model, window, num_items)
@@ -816,8 +817,7 @@ class Trainer(TrainerNames):
         items, objective = sum(self.count_items(inputs) for inputs in window), self.scaling.objective
         needed = objective.own_count or (objective.takes_count and not self.scaling.is_own_loss)
         if len(window) == 1 and self.dist.world_size == 1 and objective.returns_mean and not needed:
-            on_host = not isinstance(items, torch.Tensor) or items.is_cpu
-            if on_host and items:
+            if (not isinstance(items, torch.Tensor) or items.is_cpu) and items:  # which takes no wait to know
                 return None
         items = normalization.scalar(items, self.dist.device)
         if self.dist.world_size == 1:

@@ -160,13 +160,9 @@ class Collate:
         self.looks_at_labels = bool(limits and limits.get("labels_per_token")) and not joins
 
     def __call__(self, read: Any) -> Any:
-        if not self.streamed:
-            return self._collate(read.rows, read.is_filler, read.indices)
-        if read.worker == GAP:
+        if self.streamed and read.worker == GAP:
             return GAP, None
-        return read.worker, self._collate(read.rows, read.is_filler, None)
-
-    def _collate(self, rows: Any, is_filler: bool, indices: list[int] | None) -> Any:
+        rows, indices = read.rows, None if self.streamed else read.indices
         with naming_rows(indices, self.failure, rows):
             batch = self.collate_fn(rows)
             if batch is None:
@@ -175,7 +171,8 @@ class Collate:
                 check_limits(batch, self.limits, indices)
             if self.looks_at_labels:
                 self._compare_labels(rows, batch, indices)
-        return as_filler(batch) if is_filler else batch
+        batch = as_filler(batch) if read.is_filler else batch
+        return (read.worker, batch) if self.streamed else batch
 
     def _compare_labels(self, rows: Any, batch: Any, indices: list[int] | None) -> None:
         """Reject rows with more or fewer labels than tokens, which padding hides; of a user's collator, warn once."""

@@ -81,9 +81,8 @@ class Objective:
         self.is_open = self.returns_mean is None
 
     def begin_step(self, step: int) -> None:
-        """What was measured is measured again at steps 2, 4, 8, ..."""
-        if self.may_change:
-            self.is_open = self.times is None or step.bit_count() == 1
+        """What was measured, and `may_change`, is measured again at steps 2, 4, 8, ..."""
+        self.is_open = self.times is None or step.bit_count() == 1
 
     def settle(self, kind: str | None, for_good: bool) -> bool:
         """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""

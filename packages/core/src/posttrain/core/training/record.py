@@ -58,11 +58,12 @@ class Record:
         """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none. It has
         `num_items` items, shape (); None: it has some.
         """
+        loss = loss.detach()
         if num_items is None:
-            self.metrics.add("loss", loss)
+            self.metrics.add_sum("loss", loss, 1)
         else:
             there = num_items != 0
-            self.metrics.add("loss", torch.where(there, loss, 0.0), there.long())
+            self.metrics.add_sum("loss", torch.where(there, loss, 0.0), there.long())
         for name, value in terms.items():
             self.metrics.add(name, value)
 

@@ -71,7 +71,11 @@ class Run:
     sync_each_batch: bool = False  # processes average their gradients after each micro-batch
     num_items: Any = None  # of the accumulation window, over all processes, while its micro-batches are trained
     window_size: int = 0  # micro-batches of the accumulation window, while they are trained; else 0
+    guards: list[Guard] = field(init=False)  # what looks at each optimizer step before it is applied
     _total_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.guards = [guard for guard in (self.finite, self.spikes) if guard is not None]
 
     @classmethod
     def make(cls, owner: Trainer, plan: Plan, loader: Any, trial: Any, ignore_keys: list[str] | None) -> Run:
@@ -95,11 +99,6 @@ class Run:
             step_takes=len(override_checks.taken(owner.training_step, None, None, None)),
             sync_each_batch=bool(args.accelerator_config.accumulation.get("sync_each_batch")),
         )
-
-    @property
-    def guards(self) -> list[Guard]:
-        """What looks at each optimizer step before it is applied."""
-        return [self.finite] if self.spikes is None else [self.finite, self.spikes]
 
     # ---- its beginning ----
 

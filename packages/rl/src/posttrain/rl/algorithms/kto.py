@@ -13,7 +13,6 @@ rows are split.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from posttrain.core.data.samplers import columns_of
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models.special_tokens import tokenizer_of
+from posttrain.core.models.wrapping import replaced
 from posttrain.rl.policy.logprobs import score_completions
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
@@ -228,7 +228,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
         """Computes the reference point of the window before its micro-batches."""
-        with self._reference_point(self.divergence(model, window, everywhere=True)):
+        with replaced(self, "_kl", self.divergence(model, window, everywhere=True)):
             super().train_on_window(model, window, num_items)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,16 +236,8 @@ class KTOTrainer(PreferenceTrainer):
         model = self.evaluation_model()
         with eval_loop.eval_mode(model, self.optimizer):
             kl = self.divergence(model, dataloader if self.needs_kl else (), everywhere=True)
-        with self._reference_point(kl):
+        with replaced(self, "_kl", kl):
             return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _reference_point(self, kl: torch.Tensor) -> Iterator[None]:
-        before, self._kl = self._kl, kl
-        try:
-            yield
-        finally:
-            self._kl = before
 
     def arrange(self, dataset: Any) -> Any:
         """Rows with another's completion as ``kl_ids``, see `others_of`; for streams `KTOCollator` adds it."""

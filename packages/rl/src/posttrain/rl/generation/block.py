@@ -121,7 +121,7 @@ class Block:
         self._is_sorted = rows == len(lengths) * self._most and torch.equal(places, steps)
         sources = torch.zeros(len(lengths) * self._most, dtype=torch.long)
         sources[places] = steps
-        self._biases: dict[int | None, torch.Tensor | None] = {}
+        self._biases: dict[int | None, torch.Tensor] = {}
         placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, places, sources, lengths[owners]))
         self.lengths, self.owners, self._places, self._sources, first = placed
         self.steps, self.positions = torch.full_like(self.owners, self.step), first + self.step
@@ -134,17 +134,6 @@ class Block:
         padded = (nn.utils.rnn.pad_sequence(some, batch_first=True) for some in parts)
         stored_keys, stored_values = (tensor.transpose(1, 2).contiguous() for tensor in padded)
         self.prompts[layer] = stored_keys, stored_values
-
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Put (R, G, D) of a token behind what the rows have generated; all of it: (R, G, step + 1, D)."""
-        step = self.step
-        if layer not in self.own or self.own[layer][0].shape[2] <= step:
-            self._grow(layer, keys, values)
-        key_slots, value_slots = self._slots[layer]
-        key_slots[step].copy_(keys)
-        value_slots[step].copy_(values)
-        own_keys, own_values = self.own[layer]
-        return own_keys[:, :, : step + 1], own_values[:, :, : step + 1]
 
     def _grow(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Make room for more tokens with (R, G, D) keys and values like these, behind those of the rows so far."""
@@ -171,7 +160,13 @@ class Block:
         rows, heads, size = query.shape
         groups = key.shape[1]
         query = query.reshape(rows, groups, heads // groups, size)
-        prompts, written = self.prompts[layer], self.append(layer, key, value)
+        prompts, step = self.prompts[layer], self.step
+        if layer not in self.own or self.own[layer][0].shape[2] <= step:
+            self._grow(layer, key, value)
+        for slots, new in zip(self._slots[layer], (key, value), strict=True):
+            slots[step].copy_(new)
+        own_keys, own_values = self.own[layer]
+        written = own_keys[:, :, : step + 1], own_values[:, :, : step + 1]
         if softcap or sinks is not None or (window is not None and self.longest >= window):
             return self._under_a_rule(query, *prompts, *written, scale, window, softcap, sinks).reshape(rows, -1)
         bias = self._prompt_bias(query.dtype) if self.is_ragged else None
@@ -199,8 +194,8 @@ class Block:
         scores[..., width:] = torch.matmul(query, own_keys.transpose(2, 3))
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        if (bias := self._bias(window)) is not None:
-            scores += bias
+        if self.is_ragged or (window is not None and self.longest >= window):
+            scores += self._seen(window, scores.shape[-1])[self.owners].unsqueeze(1)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().view(1, groups, heads, 1).expand(rows, -1, -1, 1)], -1)
         shares = scores.softmax(-1).to(values.dtype)[..., : width + self.step + 1]
@@ -227,21 +222,20 @@ class Block:
         rows = grid.unflatten(2, (self._most, heads)).transpose(1, 2).flatten(0, 1)
         return rows if self._is_sorted else rows[self._places]
 
-    def _bias(self, window: int | None) -> torch.Tensor | None:
-        """(R, 1, 1, width + step + 1) -inf where a row does not see; None where each sees all. Made once a step."""
+    def _seen(self, window: int | None, total: int) -> torch.Tensor:
+        """(P, 1, width + slots) -inf where the rows of a prompt do not see. Made once a token."""
         window = None if window is None or self.longest < window else window
-        if window in self._biases:
-            return self._biases[window]
-        bias = None
-        if self.is_ragged or window is not None:
-            lengths = self.lengths[self.owners].unsqueeze(1)
-            places, written = (torch.arange(size, device=self.device) for size in (self.width, self.step + 1))
-            position = torch.cat([places.expand(self.num_rows, -1), lengths + written], 1)
-            hidden = torch.cat([places >= lengths, (written < 0).expand(self.num_rows, -1)], 1)
+        bias = self._biases.get(window)
+        if bias is None:
+            lengths, places = self.lengths.unsqueeze(1), torch.arange(total, device=self.device)
+            behind = places - self.width
+            is_own = behind >= 0
+            hidden = torch.where(is_own, behind > self.step, places >= lengths)
             if window is not None:
+                position = torch.where(is_own, lengths + behind, places)
                 hidden |= lengths + self.step - position >= window
-            bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf)[:, None, None]
-        self._biases[window] = bias
+            bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+            self._biases[window] = bias
         return bias
 
     def advance(self) -> None:
@@ -433,22 +427,6 @@ class FixedBlock(Block):
             sinks = sinks.float().view(1, -1, 1, shape[1], 1).expand(prompts, -1, copies, -1, -1)
             scores = torch.cat([scores, sinks.reshape(*shape[:2], 1)], -1)
         return scores.softmax(-1)[..., :total]
-
-    def _seen(self, window: int | None, total: int) -> torch.Tensor:
-        """(P, 1, width + slots) -inf where the rows of a prompt do not see. Made once a token."""
-        window = None if window is None or self.longest < window else window
-        bias = self._biases.get(window)
-        if bias is None:
-            lengths, places = self.lengths.unsqueeze(1), torch.arange(total, device=self.device)
-            behind = places - self.width
-            is_own = behind >= 0
-            hidden = torch.where(is_own, behind > self._written, places >= lengths)
-            if window is not None:
-                position = torch.where(is_own, lengths + behind, places)
-                hidden |= lengths + self._written - position >= window
-            bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-            self._biases[window] = bias
-        return bias
 
     def advance(self) -> None:
         """The model has read one more token of each row."""

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from posttrain.core.data import accelerator
+from posttrain.core.data.host_copies import send
 from posttrain.core.data.pipeline import to_device
 from posttrain.core.models.wrapping import PretrainedModel, base_model, setting, text_part
 from posttrain.lm.attention.attention_blocks import Layout, piece_by_piece
@@ -111,7 +112,8 @@ class Decoding:
         most; the cache never has room for more.
         """
         lengths, inputs = prompts
-        last, inputs = to_device((torch.tensor(lengths).cumsum(0) - 1, inputs), self.device, non_blocking=True)
+        last = send(torch.tensor(lengths).cumsum(0) - 1, self.device)
+        inputs = to_device(inputs, self.device, non_blocking=True)
         if any(before for before, _ in known):
             before, self._known = map(list, zip(*known, strict=True))
             lengths = [one + own for one, own in zip(before, lengths, strict=True)]
@@ -340,7 +342,7 @@ class DecoderStep:
         """(R, V) logits behind the (R,) `tokens` at `positions`, for which it was prepared. `attend`: ``(layer, queries
         (R, H, D), keys (R, G, D), values (R, G, D), scale, window) -> (R, H * D)``.
         """
-        x = self.embed(tokens)
+        x = self.embed.forward(tokens)  # without hooks: it has none but those for gradients, see `_is_known`
         # (R, 1, D) what a head is multiplied by, and what its halves are when they have changed places.
         turns = self.turns
         cosine, sine = self._of_rotary(x, positions) if turns is None else [table[positions] for table in turns]

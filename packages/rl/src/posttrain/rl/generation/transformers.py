@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, evaluating, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, evaluating, replaced, unwrap
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import (
@@ -147,9 +147,7 @@ class TransformersGenerator:
             tails = ids[:, width:][:, -stop_window(stop) :].tolist()
             return torch.tensor([ends_with_stop(self.tokenizer, tail, stop) for tail in tails], device=ids.device)
 
-        base = base_model(model)
-        own, base.generation_config = base.generation_config, GenerationConfig()  # its fields would fill in ours
-        try:
+        with replaced(base_model(model), "generation_config", GenerationConfig()):  # its fields would fill in ours
             return model.generate(
                 **inputs,
                 generation_config=config,
@@ -157,8 +155,6 @@ class TransformersGenerator:
                 stopping_criteria=StoppingCriteriaList([ends] if stop else []),
                 synced_gpus=False,  # the weights are here: processes need not write in step
             )
-        finally:
-            base.generation_config = own
 
 
 _READ_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

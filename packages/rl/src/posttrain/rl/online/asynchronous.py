@@ -232,6 +232,17 @@ class Background:
         self._taken += 1
         return found
 
+    def scored(self, metrics: Metrics, clock: Clock) -> list[Scored]:
+        """What `take` gives; adds what its jobs have logged to `metrics` and `clock`."""
+        with clock("wait"):
+            jobs = self.take()
+        for job in jobs:
+            metrics.update(job.metrics.state_dict())
+        phases = [job.clock.phases for job in jobs]
+        for phase in {name: None for own in phases for name in own}:
+            clock.add(phase, max(own.get(phase, 0.0) for own in phases))  # they ran beside each other
+        return [job.scored.result() for job in jobs]
+
     @property
     def _here(self) -> list[Job]:
         """Those of this epoch."""

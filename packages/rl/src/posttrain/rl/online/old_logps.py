@@ -68,8 +68,8 @@ class OldLogps:
         sampled, stale, quantile = rollout.sampling_logps, rollout.versions is not None, 1 - owner.top_entropy_quantile
         declared = is_exact and sampled is not None and self.dist.precision == "no"
         exact = declared and not stale and not self.recomputes
-        wants = not self.recomputes and owner._corrects_engine
-        corrects = wants and not exact and sampled is not None
+        wants = not exact and not self.recomputes and owner._corrects_engine
+        corrects = wants and sampled is not None
         if stale and wants and not corrects:
             raise ValueError(NO_LOGPS.format(type(owner.generator).__name__))
         first, self.compared = not self.compared, True

@@ -27,7 +27,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trajectories import stored
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts
-from posttrain.rl.samples.samples import Rollout, Sample, lengths_of
+from posttrain.rl.samples.samples import Sample, lengths_of
 
 logger = logging.getLogger(__name__)
 
@@ -209,11 +209,8 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     return None
 
 
-def log_staleness(metrics: Metrics, rollout: Rollout, step: int) -> None:
-    """Log the optimizer steps between the weights that wrote the trained tokens and `step`."""
-    if rollout.versions is None or not rollout.loss_mask.any():
-        return
-    ages = step - rollout.versions[rollout.loss_mask]  # on the CPU
+def log_staleness(metrics: Metrics, ages: torch.Tensor) -> None:
+    """Log the (tokens,) optimizer steps between the weights that wrote trained tokens and the present one."""
     metrics.add_sum("staleness/mean", float(ages.sum()), len(ages))
     metrics.add_extreme("staleness/max", float(ages.max()), "max")
 

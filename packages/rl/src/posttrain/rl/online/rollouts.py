@@ -145,6 +145,8 @@ class Rollouts:
         is heard at once: the run is saved as it stood before, and left.
         """
         run, kept = self.owner.run, (self.rollout, self.used, self._length, self.num_rollouts)
+        if not run.watch.on_signals:
+            return list(islice(stream, size))
         position, undo = run.loader.state_dict(), run.undo_point()
         rates = None if self.curriculum is None else self.curriculum.state_dict()
         self._leaving = run.watch.at_once
@@ -282,18 +284,10 @@ class Rollouts:
 
     def next_scored(self, batches: Iterator[list[dict[str, Any]]]) -> Scored | None:
         """Completions of the next batch of prompts; None where the epoch has no more."""
-        sampler, clock = self.owner.sampler, self.owner.clock
+        sampler = self.owner.sampler
         if self.background is not None:
-            with clock("wait"):
-                jobs = self.background.take()
-            if not jobs:
+            if not (parts := self.background.scored(self.owner.metrics, self.owner.clock)):
                 return None
-            for job in jobs:
-                self.owner.metrics.update(job.metrics.state_dict())
-            phases = [job.clock.phases for job in jobs]
-            for phase in {name: None for own in phases for name in own}:
-                clock.add(phase, max(own.get(phase, 0.0) for own in phases))  # they ran beside each other
-            parts = [job.scored.result() for job in jobs]
             samples = [sample for some, _ in parts for sample in some]
             scores = joined([own for _, own in parts], [len(some) for some, _ in parts])
         else:
@@ -348,7 +342,9 @@ class Rollouts:
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
-        everyone = Summary.join(dist.gather_object(Summary.of(samples, scores, kl)), layout.dealt().argsort())
+        everyone = Summary.of(samples, scores, kl)
+        if dist.world_size > 1:
+            everyone = Summary.join(dist.gather_object(everyone), layout.dealt().argsort())
         self.num_tokens += int(everyone.prompt_lengths.sum() + everyone.lengths.sum())  # read and written
         kl = None if everyone.kl is None else everyone.kl[0]
         advantages = owner.compute_advantages(everyone.rewards, size, kl)
@@ -365,7 +361,8 @@ class Rollouts:
             advantages = by_turn.sum(1) / turns.lengths.clamp(min=1)
             at_tokens = credit.of_tokens(by_turn[own], samples)
         advantages = advantages[own]
-        reporting.log_staleness(metrics, rollout, step)
+        if rollout.versions is not None and rollout.loss_mask.any():
+            reporting.log_staleness(metrics, step - rollout.versions[rollout.loss_mask])
         if self.ledger is not None:
             self.ledger.used(samples, scores.totals.tolist(), owner.sampler.version, step + 1)
         if self.args.log_completions:

@@ -335,7 +335,7 @@ class RolloutTrainer(LanguageModelTrainer):
         Args:
             samples: of each of its completions.
         """
-        if not self.uses_reference or self.reference is None:
+        if self.reference is None or not self.uses_reference:
             return rollout
         with self.reference.use() as policy:  # which chooses its own experts
             return replace(rollout, ref_logps=self.rollout_maker.logps_of(policy, replace(rollout, routes=None))[0])
@@ -451,7 +451,7 @@ class RolloutTrainer(LanguageModelTrainer):
             self.rollout_maker.begin_epoch(self.state.global_step)
         batches = self.rollout_maker.read(self.run.progress.epoch, loader)
         self.restore_rng()
-        yield from self._windows_of(plan, batches)
+        return self._windows_of(plan, batches)
 
     def windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         if loader.epoch == epoch or self.rollout_maker.rollout is None or self.run.epoch_stopped:

@@ -192,10 +192,10 @@ class RubricReward:
         try:
             verdict = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deep
-            raise NoVerdict(f"The judge's answer is no JSON: {_short(text)}.") from error
+            raise NoVerdict(f"The judge's answer is no JSON: {text!r:.300}.") from error
         grades = verdict.get("grades") if isinstance(verdict, dict) and verdict.keys() == {"grades"} else None
         if not isinstance(grades, list) or len(grades) != number or not all(map(self._is_grade, grades)):
-            raise NoVerdict(f"The judge's answer is not of the schema, for {number} completions: {_short(text)}.")
+            raise NoVerdict(f"The judge's answer is not of the schema, for {number} completions: {text!r:.300}.")
         return grades
 
     def _is_grade(self, grade: Any) -> bool:
@@ -219,8 +219,3 @@ class RubricReward:
             return found["choices"][0]["message"]["content"]
         except (ConnectionError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise NoVerdict(f"The judge at {self.url} gave no answer: {type(error).__name__}: {error}.") from error
-
-
-def _short(answer: Any) -> str:
-    text = repr(answer)
-    return text if len(text) <= 300 else text[:300] + "..."
