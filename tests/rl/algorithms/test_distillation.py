@@ -551,3 +551,18 @@ def test_rows_of_gold_have_their_tokens_for_scripts_and_are_learned_from_as_they
     assert [*samples[0].prompt_ids, *samples[0].ids] == row["input_ids"][: len(asked) + 5]
     run.train()
     assert len(logged(run, "loss")) == 2
+
+
+def test_rows_of_gold_whose_prompts_environments_make_stay_as_they_are(tmp_path):
+    class Asks:
+        def reset(self, **row):
+            return "Betty ?"
+
+        def look(self) -> str:
+            """Look."""
+            return ""
+
+    rows = [{"number": 1}] * 8
+    given = {"environment_factory": Asks, "train_dataset": rows, "eval_dataset": None}
+    given["processing_class"] = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    assert make(tmp_path, kind=GOLDTrainer, lmbda=1.0, options=given).train_dataset == rows

@@ -100,9 +100,9 @@ class GOLDTrainer(GKDTrainer):
         return "sequences" if self.args.use_uld_loss else "tokens"
 
     def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
-        """As the base's, with columns for scripts: `tokens_of` each row of text."""
+        """As the base's, with columns for scripts: `tokens_of` each row, where they are known before an episode."""
         kept = super().prepare_rows(dataset, role, name)
-        if self.sees or self.episodes is not None:
+        if self.sees or self.sampler.has_tools or self.episodes is not None or self.rollout_func is not None:
             return kept
         add = partial(tokens_of, codec=self.codec, context=self.sampler.context)
         return kept.map(add) if hasattr(kept, "map") else [{**row, **add(row)} for row in kept]
