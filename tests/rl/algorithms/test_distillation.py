@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.testing import assert_close
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
@@ -530,3 +531,38 @@ def test_what_a_script_generates_is_labelled_to_its_end_and_gold_adds_the_texts(
     assert texts == [[decode([5]), decode([6, 2])], [decode([7, 2]), decode([7, 8, 9, 10])]]
     *of_gkd, endless = GKDTrainer.generate_on_policy_outputs(Model(), asked, SimpleNamespace(eos_token_id=None))
     assert of_gkd[0].equal(ids) and (endless[:, 2:] == written).all()
+
+
+@pytest.mark.parametrize("kind", ["list", "dataset", "stream"])
+def test_rows_of_gold_have_their_tokens_for_scripts_and_are_learned_from_as_they_were(tmp_path, kind):
+    talk = [[{"role": "user", "content": "2 + 3 ?"}, {"role": "assistant", "content": "5 clips"}]] * 4
+    rows = [{"messages": messages} for messages in talk]
+    words = tiny.tokenizer()
+    asked = words.apply_chat_template(talk[0][:1], add_generation_prompt=True)["input_ids"]
+    whole = words.apply_chat_template(talk[0])["input_ids"]
+    given = {"list": rows, "dataset": Dataset.from_list(rows), "stream": Dataset.from_list(rows).to_iterable_dataset()}
+    sets = {"train_dataset": given[kind], "eval_dataset": {"one": given[kind]}}
+    run = make(tmp_path, kind=GOLDTrainer, lmbda=0.0, max_length=len(whole) - 1, options=sets)
+    row = next(iter(run.train_dataset))
+    assert row["input_ids"] == whole[:-1] and row["messages"] == talk[0]
+    assert row["completion_mask"] == [0] * len(asked) + [1] * (len(whole) - 1 - len(asked))
+    assert next(iter(run.eval_dataset["one"])) == row
+    samples = completed(run, [row], 0)
+    assert [*samples[0].prompt_ids, *samples[0].ids] == row["input_ids"][: len(asked) + 5]
+    run.train()
+    assert len(logged(run, "loss")) == 2
+
+
+def test_rows_of_gold_whose_prompts_environments_make_stay_as_they_are(tmp_path):
+    class Asks:
+        def reset(self, **row):
+            return "Betty ?"
+
+        def look(self) -> str:
+            """Look."""
+            return ""
+
+    rows = [{"number": 1}] * 8
+    given = {"environment_factory": Asks, "train_dataset": rows, "eval_dataset": None}
+    given["processing_class"] = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    assert make(tmp_path, kind=GOLDTrainer, lmbda=1.0, options=given).train_dataset == rows

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from posttrain.rl import GRPOWithReplayBufferConfig, GRPOWithReplayBufferTrainer
-from posttrain.rl.algorithms.grpo_with_replay_buffer import ReplayBuffer
+from posttrain.compat.migration import migrate
+from posttrain.rl import GRPOWithReplayBufferConfig, GRPOWithReplayBufferTrainer, ReplayBuffer
 from posttrain.rl.samples.samples import Rollout
 from tests import tiny
 
@@ -181,3 +181,13 @@ def test_groups_of_an_agent_are_replayed_with_all_their_conversations(tmp_path):
                 assert torch.equal(source.advantages, other.advantages)
                 replayed, several = replayed + 1, several + (other.trajectories is not None)
     assert replayed > 3 and several > 0
+
+
+def test_scripts_of_trl_find_the_buffer_and_are_told_of_the_method_that_nothing_calls():
+    trls = "from trl.experimental.grpo_with_replay_buffer import GRPOWithReplayBufferTrainer, ReplayBuffer\n"
+    own = "class Own(GRPOWithReplayBufferTrainer):\n    def update_with_replay_buffer(self, *args): ...\n"
+    found = migrate(trls + own)
+    assert found.text == trls.replace("trl.experimental.grpo_with_replay_buffer", "posttrain.rl") + own
+    assert [note.text for note in found.notes] == [
+        "Own.update_with_replay_buffer is never called: override complete_scored"
+    ]

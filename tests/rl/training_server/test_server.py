@@ -75,7 +75,7 @@ def test_two_requests_and_a_step_equal_a_loop_of_peft_and_torch(client):
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
-def test_losses_of_a_policy_equal_those_by_hand(client, loss):
+def test_losses_of_a_policy_and_a_step_with_them_equal_those_by_hand(client, loss):
     model = client.create(train_unembed=False)["model_id"]
     hand = twin(client, folder_of(client, client.do("save_weights", model_id=model, path="a")["path"]))
     found, _ = client.forward_backward(model, RL, loss, names=RL_NAMES)
@@ -84,9 +84,19 @@ def test_losses_of_a_policy_equal_those_by_hand(client, loss):
     expected = {
         "importance_sampling": -(ratio * advantages),
         "ppo": -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages),
-        "cispo": -ratio.clamp(max=4.0) * advantages * logps,
+        "cispo": -ratio.detach().clamp(max=4.0) * advantages * logps,
     }[loss].sum()
-    assert found == pytest.approx(float(expected), abs=1e-5)
+    assert found == pytest.approx(float(expected.detach()), abs=1e-5)
+    expected.backward()
+    learned = [p for p in hand.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in learned]
+    torch.optim.AdamW(learned, lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0).step()
+    client.step(model, eps=1e-4)
+    end = client.do("save_weights_for_sampler", model_id=model, path="b")["path"]
+    weights = trained(twin(client, folder_of(client, end)))
+    assert max(float((p.detach() - old).abs().max()) for p, old in zip(learned, before, strict=True)) > 5e-3
+    for name, parameter in trained(hand).items():
+        torch.testing.assert_close(weights[name], parameter, atol=1e-5, rtol=0)
 
 
 def test_rows_in_several_forwards_are_as_in_one(tmp_path):

@@ -72,8 +72,8 @@ for _names, _why in {
     "truncate_dataset": "set max_length",
     "DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
     "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
-    "DataCollatorForUnpairedPreference DataCollatorForLanguageModeling": "leave data_collator out: the trainer makes "
-    "its own batches",
+    "DataCollatorForUnpairedPreference DataCollatorForTriplePreference "
+    "DataCollatorForLanguageModeling": "leave data_collator out: the trainer makes its own batches",
     "chat_template_utils": "the trainers apply the chat template themselves; by hand: tokenizer.apply_chat_template",
     "maybe_reformat_dpo_to_kto": "posttrain.rl.KTOTrainer reads pairs too, and takes them apart itself",
     "init_zero_verbose data_utils models scripts trainer TRLExperimentalWarning experimental import_utils core extras "

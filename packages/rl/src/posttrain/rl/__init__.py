@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.gmpo import GMPOConfig, GMPOTrainer
     from posttrain.rl.algorithms.gold import GOLDConfig, GOLDTrainer
     from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
-    from posttrain.rl.algorithms.grpo_with_replay_buffer import GRPOWithReplayBufferConfig, GRPOWithReplayBufferTrainer
+    from posttrain.rl.algorithms.grpo_with_replay_buffer import (
+        GRPOWithReplayBufferConfig,
+        GRPOWithReplayBufferTrainer,
+        ReplayBuffer,
+    )
     from posttrain.rl.algorithms.iw_opd import IWOPDConfig, IWOPDTrainer
     from posttrain.rl.algorithms.kto import KTOConfig, KTOTrainer
     from posttrain.rl.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer

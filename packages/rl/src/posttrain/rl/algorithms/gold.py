@@ -8,7 +8,7 @@ Generalised knowledge distillation, and with ``use_uld_loss`` that of a teacher 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from posttrain.core.models import wrapping
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import logits_of
 from posttrain.lm.loss.language_modeling import labelled_places
+from posttrain.rl.algorithms.distillation import prompt_and_completion
 from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
 from posttrain.rl.losses.universal_logits import (
     LogitsAt,
@@ -37,6 +38,7 @@ from posttrain.rl.losses.universal_logits import (
 )
 from posttrain.rl.online.teachers import AlignedTeacher, rows_to_read
 from posttrain.rl.policy.reference import FrozenReference
+from posttrain.rl.samples.prompts import PromptCodec
 
 
 @dataclass
@@ -96,6 +98,14 @@ class GOLDTrainer(GKDTrainer):
     def average(self) -> str:  # type: ignore[override]
         """Texts are a mean of each completion, so that a completion counts once; whole distributions of each token."""
         return "sequences" if self.args.use_uld_loss else "tokens"
+
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        """As the base's, with columns for scripts: `tokens_of` each row, where they are known before an episode."""
+        kept = super().prepare_rows(dataset, role, name)
+        if self.sees or self.sampler.has_tools or self.episodes is not None or self.rollout_func is not None:
+            return kept
+        add = partial(tokens_of, codec=self.codec, context=self.sampler.context)
+        return kept.map(add) if hasattr(kept, "map") else [{**row, **add(row)} for row in kept]
 
     def generate_on_policy_outputs(  # type: ignore[override]
         self, model: Any, inputs: dict[str, torch.Tensor], generation_config: Any
@@ -157,3 +167,14 @@ class GOLDTrainer(GKDTrainer):
             return torch.stack([total, uncertainty.sum()])
 
         return lm_head.function_in_head(model, inputs["labels"], loss)
+
+
+def tokens_of(row: Mapping[str, Any], codec: PromptCodec, context: int | None = None) -> dict[str, list[int]]:
+    """``input_ids`` of the prompt and the completion of a row, and ``completion_mask``, 1 at those of the latter, which
+    is cut where the `context` is full.
+    """
+    row = prompt_and_completion(row)
+    prompt, written = row["prompt"], row.get("completion")
+    ids = codec.encode(prompt)
+    whole = ids if written is None else [*ids, *codec.encode_completion(prompt, written)][:context]
+    return {"input_ids": whole, "completion_mask": [0] * len(ids) + [1] * (len(whole) - len(ids))}

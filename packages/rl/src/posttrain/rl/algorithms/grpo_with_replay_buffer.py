@@ -63,6 +63,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     args: GRPOWithReplayBufferConfig
     tag_names = ("posttrain", "grpo-with-replay-buffer")
     reads_images = False
+    INSTEAD = GRPOTrainer.INSTEAD | {"update_with_replay_buffer": "override complete_scored"}
 
     def look_at_model(self, parts: Parts) -> None:
         """As the base's; makes the buffer."""
