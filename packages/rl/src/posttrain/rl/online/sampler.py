@@ -83,6 +83,11 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------ prompts
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the policy may call tools, in some completions at least."""
+        return bool(self.environments.tools or self.environments.factories)
+
     def new_samples(self, rows: Sequence[Mapping[str, Any]], check: bool = True) -> list[Sample]:
         """A sample without a completion for each row; if `check`, prompts must describe the tools."""
         found: list[Sample] = []
@@ -90,7 +95,7 @@ class Sampler:
         before: dict[str, Any] = {}
         ids: list[int] = []
         shown: Shown | None = None
-        has_tools, again = bool(self.environments.tools or self.environments.factories), self.can.reads_images
+        has_tools, again = self.has_tools, self.can.reads_images
         samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         # Those of one prompt are adjacent, and it is tokenised once.
         for sample in self.environments.begin(samples) if has_tools else samples:
@@ -162,8 +167,7 @@ class Sampler:
 
     def converse(self, samples: list[Sample], sampling: Sampling, metrics: Metrics) -> list[Sample]:
         """The `samples` after the turns of the policy and of its tools, in their order."""
-        environments = self.environments
-        has_tools = bool(environments.tools or environments.factories)  # in some completions at least
+        environments, has_tools = self.environments, self.has_tools
         if has_tools and any(map(environments.tools_of, samples)):
             samples = environments.converse(samples, self.codec, self.open_turns, sampling, self.context, self.ended)
         else:  # one turn of each: prompts are asked for together
