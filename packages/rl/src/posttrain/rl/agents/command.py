@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +22,23 @@ from posttrain.core.files import write_text
 
 LAST = 4096
 """Bytes of a program's output that are read, from its end."""
+GUARD = """
+import os, shutil, signal, sys
+folders = {}
+for line in sys.stdin:
+    program, folder = line[:-1].split(" ", 1)
+    folders[int(program)] = folder
+for program, folder in folders.items():
+    if folder:
+        try:
+            os.killpg(program, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+"""
+"""Reads lines, each a program and its folder, or a program that has ended, until who writes them has ended, be it by
+kill -9; then ends the others.
+"""
 
 
 class AgentCommand:
@@ -104,13 +124,27 @@ async def _run(
             stderr=errors,
             start_new_session=True,
         )
+        _tell_guard(program.pid, folder)
         try:
             code = await program.wait()
         finally:  # with what it has started itself
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
+            _tell_guard(program.pid, "")
             await asyncio.shield(program.wait())
         return code, _end(output), _end(errors)
+
+
+def _tell_guard(program: int, folder: str) -> None:
+    with contextlib.suppress(OSError):  # it was killed; programs end without it, as long as this process does not
+        os.write(_guard().stdin.fileno(), f"{program} {folder}\n".encode())
+
+
+@functools.cache
+def _guard() -> Any:
+    words, null = [sys.executable, "-I", "-S", "-c", GUARD], subprocess.DEVNULL
+    # Ctrl-C is for the trainer.
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
 
 
 def _end(file: IO[bytes]) -> str:
