@@ -169,3 +169,10 @@ class Waits:
         for key in said:  # all processes are here and have read the earlier messages
             self.store.delete_key(key)
         return values
+
+    def break_off(self, error: BaseException) -> None:
+        """Have the others find `error` in place of what this process passes to their next `gather`, in which they wait
+        for it or will: it does not come.
+        """
+        name, said = self.next(), portable(error)
+        self.tell(name if self.rank else f"{name}/all", said if self.rank else [said])
