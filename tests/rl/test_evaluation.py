@@ -1,5 +1,6 @@
 """Evaluation in environments and of agents, by `posttrain evaluate --env`."""
 
+import importlib
 import json
 import sys
 
@@ -10,7 +11,7 @@ from posttrain.rl.evaluation import environment_of, evaluate
 from tests import tiny
 
 MODULE = """
-from posttrain.rl.rewards.functions import text_of
+from posttrain.rl import Agent
 
 ROWS = [{"prompt": [{"role": "user", "content": f"Say {i}"}], "i": i} for i in range(3)]
 
@@ -28,7 +29,21 @@ def environment():
     return {"reward_funcs": [even], "eval_dataset": ROWS}
 
 
-nothing = 3
+def one(row):
+    pass
+
+
+def three(episode, row, more):
+    pass
+
+
+class Bounded:
+    async def __call__(self, episode, row, more=None):
+        return await agent(episode, row)
+
+
+nothing, shared, bounded = 3, environment(), Agent(Bounded(), turns=1)
+other = Bounded()
 """
 
 
@@ -92,6 +107,37 @@ def test_at_temperature_0_all_episodes_of_a_row_are_the_same(tmp_path, module, f
 def test_what_cannot_be_evaluated_is_named(module, folder, words, said, capsys):
     assert main(["evaluate", str(folder), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_object_of_a_module_is_an_agent_or_arguments_and_nothing_else(module):
+    found = importlib.import_module(module)
+    for name in ("agent", "bounded", "other"):
+        assert environment_of(f"{module}:{name}") == {"agent": getattr(found, name)}
+    for name in ("one", "three"):
+        with pytest.raises(TypeError, match=f"{module}:{name} is of type function; give an agent"):
+            environment_of(f"{module}:{name}")
+    given = environment_of(f"{module}:shared")
+    given["eval_dataset"] = []  # as --data does
+    assert environment_of(f"{module}:shared")["eval_dataset"] == found.ROWS
+
+
+def test_rows_and_settings_of_an_evaluation_are_those_that_are_asked_for(folder):
+    seen = []
+
+    def score(i, **_):
+        seen.append(list(i))
+        return [float(one > 0) for one in i]
+
+    rows = [{"prompt": [{"role": "user", "content": f"Say {i}"}], "i": i} for i in range(5)]
+    given = {"reward_funcs": [score], "eval_dataset": rows[:4], "train_dataset": rows[4:]}
+    tokenizer = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    settings = {"max_completion_length": 4, "per_device_eval_batch_size": 4}
+    metrics, episodes = evaluate(tiny.causal_lm(), tokenizer, given, k=2, **settings)
+    assert seen == [[0, 0, 1, 1], [2, 2, 3, 3]] and len(episodes) == 8
+    assert metrics["avg@2"] == metrics["pass@2"] == 0.75
+    assert metrics["pass@2_stderr"] == pytest.approx((0.75 * 0.25 / 3) ** 0.5)
+    del given["eval_dataset"]
+    assert evaluate(tiny.causal_lm(), tokenizer, given, **settings)[0]["pass@1"] == 1.0 and seen[-1] == [4]
 
 
 def test_an_environment_without_rows_is_refused(module):

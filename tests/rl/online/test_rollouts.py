@@ -96,6 +96,14 @@ def test_intervals_are_over_the_prompts_whose_rewards_are_known():
     found = errors_of([1.0, 0.0, none, none, 0.0, 0.0, none, 1.0])
     assert found["avg@2"] == pytest.approx(0.5)  # of 0.5, 0 and 1
     assert found["avg@2_stderr"] == pytest.approx((0.5 / 3 / 2) ** 0.5)
+    assert found["reward"] == found["rewards/one/mean"] == pytest.approx(0.4)  # of 1, 0, 0, 0 and 1
+    assert found["pass@1"] == 0.25 and found["pass@2"] == 0.5  # what is not known has not passed
+    assert not any(name.endswith(("/squares", "/prompts")) for name in found)
+
+
+def test_prompts_that_come_out_alike_have_an_interval_of_nothing():
+    found = errors_of([1.0, 1.0, 1.0, 1.0, 0.0] * 3, group_size=5)  # the variance of 0.8 rounds below 0
+    assert found["avg@5"] == pytest.approx(0.8) and found["avg@5_stderr"] == found["pass@5_stderr"] == 0
 
 
 def test_an_engine_of_the_trainers_weights_is_asked_once():
