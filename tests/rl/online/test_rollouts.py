@@ -1,12 +1,15 @@
 """The rollouts of a run without a trainer: from batches of prompts to micro-batches, and where it stands."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.rl import DistillationTrainer, GRPOTrainer
 from posttrain.rl.losses.credit import TurnRewards
+from posttrain.rl.online import setup
 from posttrain.rl.online.reporting import Summary, with_errors
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.rewards.scoring import Scores
@@ -116,6 +119,24 @@ def test_an_engine_of_the_trainers_weights_is_asked_once():
     with pytest.raises(ConnectionError, match="it is gone"):
         rollouts.next_scored(batches(1))
     assert len(rollouts.begun_samples) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "is_left"),
+    [
+        ({}, 2, True),
+        ({"rollout_func": len}, 2, False),
+        ({"generate": DistillationTrainer.generate}, 2, False),
+        ({"sampler": SimpleNamespace(session=lambda: None)}, 2, False),
+        ({"peers": 2}, 2, False),
+        ({"rollout_func": len, "sampler": SimpleNamespace(session=lambda: None), "peers": 1}, 1, True),
+    ],
+    ids=["alone", "function", "own method", "session", "split rows", "one process"],
+)
+def test_rollouts_are_left_where_no_process_waits_for_another(changes, processes, is_left):
+    usual = dict(rollout_func=None, generate=GRPOTrainer.generate, sampler=SimpleNamespace(session=nullcontext))
+    dist = SimpleNamespace(num_processes=processes, peers=changes.get("peers", 1))
+    assert setup.generates_alone(SimpleNamespace(dist=dist, **(usual | changes))) == is_left
 
 
 def test_groups_that_teach_nothing_are_replaced():
