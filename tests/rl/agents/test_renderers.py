@@ -187,6 +187,13 @@ def test_a_renderer_of_a_run_writes_and_reads_what_the_chat_template_does(name):
     assert rendered.encode(begun) == template.encode(begun) != template.encode(ASKED)
 
 
+def test_a_renderer_that_shows_no_tools_does_not_describe_them():
+    tokenizer, _ = pair("qwen3")
+    tokenizer.chat_template = tiny.CHATML
+    for name, describes in (("default", False), ("qwen3", True)):
+        assert RenderedPrompts(tokenizer, name).protocol(TOOLS).describes == describes
+
+
 def test_what_is_no_object_is_no_arguments_of_a_call():
     tokenizer, _ = pair("qwen3")
     protocol = RenderedPrompts(tokenizer, "qwen3").protocol(TOOLS)
