@@ -88,6 +88,16 @@ def test_the_others_wait_longer_than_the_limit_of_a_collective(tmp_path, monkeyp
     assert team(tmp_path / "store", main, other, seconds=2) == [0, 0]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_is_gone_is_named_to_who_tells_as_to_who_hears(rank):
+    def gone(*_):
+        raise RuntimeError("Broken pipe")
+
+    alone = Waits(SimpleNamespace(set=gone, check=gone), rank, 2, 1.0)
+    for ask in (lambda: alone.gather(1, "all"), lambda: alone.hear("name", 1 - rank, "all")):
+        raises(LostProcessError, r"cannot reach each other any more \(Broken pipe\)", ask)
+
+
 @pytest.mark.parametrize("how", ["main_first", "on_main", "meet"])
 def test_the_death_of_the_process_that_works_ends_the_wait_soon(how, tmp_path):
     def main(dist):

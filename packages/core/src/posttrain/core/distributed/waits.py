@@ -108,8 +108,13 @@ class Waits:
         return f"{_WAIT}/{self._count}"
 
     def tell(self, name: str, value: Any) -> None:
-        """Release the processes that wait in `hear` for this process under `name`."""
-        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
+        """Release the processes that wait in `hear` for this process under `name`. Raises a `LostProcessError` where
+        the process that keeps the store has ended.
+        """
+        try:
+            self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
+        except RuntimeError as error:
+            raise LostProcessError(f"The processes cannot reach each other any more ({error}).") from error
         self._said.append(f"{name}/{self.rank}")
 
     def hear(self, name: str, rank: int, what: str) -> Any:
