@@ -23,7 +23,7 @@ import torch
 
 from posttrain.core.config import opt
 from posttrain.core.data import accelerator, workers
-from posttrain.core.distributed.waits import read
+from posttrain.core.distributed.waits import LostProcessError, read
 from posttrain.core.distributed.world import Maximum, World
 from posttrain.core.fields import durations
 
@@ -203,7 +203,8 @@ class Watch:
             except (Left, ConnectionError) as caught:  # a lost engine is asked again, once all have come here
                 error = caught
             except BaseException as caught:
-                dist.waits.break_off(caught)
+                with contextlib.suppress(LostProcessError):  # there is no one to tell
+                    dist.waits.break_off(caught)
                 raise
             own = error.reason if isinstance(error, Left) else 0
             told = dist.gather_patiently(own, "that all have ended what each does by itself")
