@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -24,20 +24,22 @@ LAST = 4096
 """Bytes of a program's output that are read, from its end."""
 GUARD = """
 import os, shutil, signal, sys
-folders = {}
+programs = {}
 for line in sys.stdin:
     program, folder = line[:-1].split(" ", 1)
-    folders[int(program)] = folder
-for program, folder in folders.items():
-    if folder:
+    programs[folder] = int(program)
+    if programs[folder] < 0:
+        del programs[folder]
+for folder, program in programs.items():
+    if program:
         try:
             os.killpg(program, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 """
-"""Reads lines, each a program and its folder, or a program that has ended, until who writes them has ended, be it by
-kill -9; then ends the others.
+"""Reads lines, each the program that runs in a folder, 0 where none does, or -1 where that is gone. When their writer
+has ended, be it by kill -9, it ends the programs and removes the folders that are left.
 """
 
 
@@ -73,7 +75,7 @@ class AgentCommand:
         Raises:
             RuntimeError: the program failed, and there is no verifier to judge what it left.
         """
-        with tempfile.TemporaryDirectory(prefix="posttrain-agent-", ignore_cleanup_errors=True) as folder:
+        with _folder() as folder:
             write_text(Path(folder, "row.json"), json.dumps(row, default=str))
             values = {name: str(value) for name, value in row.items()} | {"folder": folder}
             around = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(episode.base_url).hostname]
@@ -130,9 +132,19 @@ async def _run(
         finally:  # with what it has started itself
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
-            _tell_guard(program.pid, "")
+            _tell_guard(0, folder)
             await asyncio.shield(program.wait())
         return code, _end(output), _end(errors)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="posttrain-agent-", ignore_cleanup_errors=True) as folder:
+        _tell_guard(0, folder)
+        try:
+            yield folder
+        finally:
+            _tell_guard(-1, folder)
 
 
 def _tell_guard(program: int, folder: str) -> None:
