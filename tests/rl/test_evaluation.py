@@ -13,6 +13,7 @@ from tests import tiny
 MODULE = """
 from posttrain.rl import Agent
 
+ASKED = []
 ROWS = [{"prompt": [{"role": "user", "content": f"Say {i}"}], "i": i} for i in range(3)]
 
 
@@ -22,6 +23,7 @@ async def agent(episode, row):
 
 
 def even(i, **_):
+    ASKED.append(list(i))
     return [float(one % 2 == 0) for one in i]
 
 
@@ -85,6 +87,20 @@ def test_an_agent_is_evaluated_on_rows_that_are_named(tmp_path, module, folder, 
     assert main(["evaluate", *words]) == 0
     shown = capsys.readouterr().out
     assert "pass@1                   1.0000 ± 0.0000 (95%)" in shown and "2 episodes" in shown
+
+
+def test_rows_that_are_named_stand_for_those_of_the_environment(tmp_path, module, folder, capsys):
+    data = tmp_path / "rows"
+    data.mkdir()
+    for split, numbers in (("train", (0, 2)), ("test", (1, 1, 2))):
+        rows = [{"prompt": [{"role": "user", "content": "Say"}], "i": i} for i in numbers]
+        (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = [str(folder), "--env", f"{module}:environment", "--data", str(data), "--batch_size", "2", "--device", "cpu"]
+    words += ["--max_new_tokens", "4", "--pass_threshold", "1.5"]
+    assert main(["evaluate", *words]) == 0
+    assert sys.modules[module].ASKED == [[1, 1], [2]]
+    shown = capsys.readouterr().out
+    assert "avg@1                    0.3333" in shown and "pass@1                   0.0000" in shown
 
 
 def test_at_temperature_0_all_episodes_of_a_row_are_the_same(tmp_path, module, folder):
