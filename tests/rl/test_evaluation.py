@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from posttrain.cli import main
-from posttrain.rl.evaluation import environment_of, evaluate
+from posttrain.rl.evaluation import PUBLIC, environment_of, evaluate
 from tests import tiny
 
 MODULE = """
@@ -125,7 +125,9 @@ def test_what_cannot_be_evaluated_is_named(module, folder, words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_an_object_of_a_module_is_an_agent_or_arguments_and_nothing_else(module):
+def test_an_object_of_a_module_is_an_agent_or_arguments_and_nothing_else(module, monkeypatch):
+    monkeypatch.setitem(PUBLIC, "theirs", lambda task: {"task": task})
+    assert environment_of("theirs:one:two") == {"task": "one:two"}
     found = importlib.import_module(module)
     for name in ("agent", "bounded", "other"):
         assert environment_of(f"{module}:{name}") == {"agent": getattr(found, name)}
@@ -154,6 +156,28 @@ def test_rows_and_settings_of_an_evaluation_are_those_that_are_asked_for(folder)
     assert metrics["pass@2_stderr"] == pytest.approx((0.75 * 0.25 / 3) ** 0.5)
     del given["eval_dataset"]
     assert evaluate(tiny.causal_lm(), tokenizer, given, **settings)[0]["pass@1"] == 1.0 and seen[-1] == [4]
+
+
+async def asks(episode, row):
+    answer = await episode.generate([{"role": "user", "content": "Say"}], max_tokens=8)
+    return float(len(answer["content"]))
+
+
+@pytest.mark.parametrize(
+    "given", [{"reward_funcs": [lambda i, **_: [0.0] * len(i)]}, {"agent": asks}], ids=["plain", "agent"]
+)
+def test_what_is_sampled_of_a_row_depends_on_no_order_and_no_batch(given):
+    rows = [{"prompt": [{"role": "user", "content": "Say"}], "i": i} for i in range(4)]
+    if "agent" not in given:
+        rows = [row | {"prompt": [{"role": "user", "content": f"Say {row['i']}"}]} for row in rows]
+    tokenizer, model = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS), tiny.causal_lm(initializer_range=0.1)
+    found = []
+    for some, size in ((rows, 8), (rows[::-1], 2)):
+        settings = {"max_completion_length": 8, "per_device_eval_batch_size": size}
+        _, episodes = evaluate(model, tokenizer, given | {"eval_dataset": some}, k=2, **settings)
+        texts = [one["completion"][0]["content"] for one in episodes]
+        found.append({row["i"]: texts[2 * place : 2 * place + 2] for place, row in enumerate(some)})
+    assert found[0] == found[1] and len({text for texts in found[0].values() for text in texts}) == 8
 
 
 def test_an_environment_without_rows_is_refused(module):
