@@ -23,17 +23,14 @@ FOREVER = 120
 #: Who gets a signal, who hangs in the rollout, what hangs, and further arguments.
 CASES = {
     "one of two that hang": ([1], [0, 1], "agent", {}),
-    "both": ([0, 1], [0, 1], "agent", {}),
     "the first, which waits for the second": ([0], [1], "agent", {}),
-    "the second, which waits for the first": ([1], [0], "agent", {}),
-    "the second, for which the first waits": ([1], [1], "agent", {}),
-    "in the engine": ([0], [0, 1], "engine", {}),
-    "in the engine, sharded": ([1], [0], "engine", {"fsdp": "full_shard"}),
+    "both, in the engine": ([0, 1], [0, 1], "engine", {}),
+    "the second, which waits for the first, sharded": ([1], [0], "engine", {"fsdp": "full_shard"}),
 }
 
 
 class Hanging:
-    """Hangs on the `ranks` where optimizer step `AT` has been made, and sends this process SIGTERM if it `is_told`."""
+    """Where optimizer step `AT` has been made: it sends this process SIGTERM, once, if that `is_told`."""
 
     def __init__(self, hangs, is_told):
         self.hangs, self.is_told = hangs, is_told

@@ -4,6 +4,8 @@ and the run resumes to the same bits.
 
 import json
 
+import pytest
+
 from posttrain.core.checkpoint.store import Store
 from tests.programs import ROOT, together
 
@@ -42,6 +44,7 @@ def test_processes_stop_together_wherever_a_signal_or_a_callback_asks_one_of_the
     assert answers["1-on_log-3-should_evaluate"]["evaluated"] == [3, 4, 8]
 
 
+@pytest.mark.long
 def test_processes_leave_a_rollout_together_wherever_a_signal_comes(tmp_path):
     done = together(2, [str(ROOT / "tests/distributed/leaving_rollouts.py"), str(tmp_path)], timeout=600)
     assert done.returncode == 0, done.stderr[-6000:]

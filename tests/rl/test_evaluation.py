@@ -8,6 +8,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.rl.evaluation import PUBLIC, environment_of, evaluate
+from posttrain.rl.rewards.functions import text_of
 from tests import tiny
 
 MODULE = """
@@ -159,25 +160,28 @@ def test_rows_and_settings_of_an_evaluation_are_those_that_are_asked_for(folder)
 
 
 async def asks(episode, row):
-    answer = await episode.generate([{"role": "user", "content": "Say"}], max_tokens=8)
-    return float(len(answer["content"]))
+    await episode.generate([{"role": "user", "content": "Say"}], max_tokens=8)
 
 
-@pytest.mark.parametrize(
-    "given", [{"reward_funcs": [lambda i, **_: [0.0] * len(i)]}, {"agent": asks}], ids=["plain", "agent"]
-)
-def test_what_is_sampled_of_a_row_depends_on_no_order_and_no_batch(given):
-    rows = [{"prompt": [{"role": "user", "content": "Say"}], "i": i} for i in range(4)]
-    if "agent" not in given:
-        rows = [row | {"prompt": [{"role": "user", "content": f"Say {row['i']}"}]} for row in rows]
+def codes(completions, **_):
+    return [float(sum(map(ord, text_of(said)))) for said in completions]
+
+
+@pytest.mark.parametrize("agent", [None, asks], ids=["plain", "agent"])
+def test_what_is_sampled_of_a_row_depends_on_no_order_and_no_batch(agent):
+    """Nor does the loss, also where rewards are divided by the deviation of a batch."""
+    rows = [{"prompt": [{"role": "user", "content": "Say" if agent else f"Say {i}"}], "i": i} for i in range(4)]
+    given = {"reward_funcs": [codes]} | ({"agent": agent} if agent else {})
     tokenizer, model = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS), tiny.causal_lm(initializer_range=0.1)
-    found = []
+    texts, losses = [], []
     for some, size in ((rows, 8), (rows[::-1], 2)):
-        settings = {"max_completion_length": 8, "per_device_eval_batch_size": size}
-        _, episodes = evaluate(model, tokenizer, given | {"eval_dataset": some}, k=2, **settings)
-        texts = [one["completion"][0]["content"] for one in episodes]
-        found.append({row["i"]: texts[2 * place : 2 * place + 2] for place, row in enumerate(some)})
-    assert found[0] == found[1] and len({text for texts in found[0].values() for text in texts}) == 8
+        settings = {"max_completion_length": 8, "per_device_eval_batch_size": size, "scale_rewards": "batch"}
+        metrics, episodes = evaluate(model, tokenizer, given | {"eval_dataset": some}, k=2, **settings)
+        said = [text_of(one["completion"]) for one in episodes]
+        texts.append({row["i"]: said[2 * place : 2 * place + 2] for place, row in enumerate(some)})
+        losses.append(metrics["loss"])
+    assert texts[0] == texts[1] and len({text for some in texts[0].values() for text in some}) == 8
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6), losses
 
 
 def test_an_environment_without_rows_is_refused(module):
