@@ -25,7 +25,7 @@ def team(path, *members, seconds=1.0):
         store = FileStore(str(path), len(members))
         beat(store, rank, 1)
         dist = SimpleNamespace(rank=rank, process_index=rank, local_rank=rank, is_main=rank == 0)
-        dist._waits = Waits(store, rank, len(members), seconds)
+        dist.waits, dist._waiting = Waits(store, rank, len(members), seconds), None
         for name in ("main_first", "on_main", "gather_patiently", "meet", "all_come"):
             setattr(dist, name, getattr(World, name).__get__(dist))
         member(dist)
@@ -53,7 +53,7 @@ def test_a_gathering_brings_what_each_passed_and_leaves_no_keys(tmp_path):
         for number in range(40):
             assert dist.on_main(lambda number=number: number) == number
             dist.meet()
-        assert dist._waits.store.num_keys() < 20
+        assert dist.waits.store.num_keys() < 20
 
     assert team(tmp_path / "store", member, member, member) == [0, 0, 0]
 
@@ -65,7 +65,7 @@ def test_all_come_or_none_waits_for_another(tmp_path):
         if dist.rank != 1:  # one stays away
             assert not dist.all_come("error after 4", 0.3)
         if dist.rank == 2:  # and one has waited more often
-            dist._waits.next()
+            dist.waits.next()
         assert not dist.all_come("error after 5", 0.3)
 
     assert team(tmp_path / "store", member, member, member) == [0, 0, 0]
@@ -78,7 +78,7 @@ def test_the_others_wait_longer_than_the_limit_of_a_collective(tmp_path, monkeyp
         with dist.main_first():
             for count in range(8):
                 time.sleep(0.5)
-                beat(dist._waits.store, 0, count)
+                beat(dist.waits.store, 0, count)
             (tmp_path / "cache").write_text("ready")
 
     def other(dist):
@@ -86,6 +86,16 @@ def test_the_others_wait_longer_than_the_limit_of_a_collective(tmp_path, monkeyp
             assert (tmp_path / "cache").read_text() == "ready"
 
     assert team(tmp_path / "store", main, other, seconds=2) == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_is_gone_is_named_to_who_tells_as_to_who_hears(rank):
+    def gone(*_):
+        raise RuntimeError("Broken pipe")
+
+    alone = Waits(SimpleNamespace(set=gone, check=gone), rank, 2, 1.0)
+    for ask in (lambda: alone.gather(1, "all"), lambda: alone.hear("name", 1 - rank, "all")):
+        raises(LostProcessError, r"cannot reach each other any more \(Broken pipe\)", ask)
 
 
 @pytest.mark.parametrize("how", ["main_first", "on_main", "meet"])

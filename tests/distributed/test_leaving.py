@@ -4,6 +4,8 @@ and the run resumes to the same bits.
 
 import json
 
+import pytest
+
 from posttrain.core.checkpoint.store import Store
 from tests.programs import ROOT, together
 
@@ -40,3 +42,14 @@ def test_processes_stop_together_wherever_a_signal_or_a_callback_asks_one_of_the
         assert answers[name]["steps"] == [step, step] and answers[name]["equal"], name
     assert Store(tmp_path / "0-on_step_end-2-should_save").path(2).is_dir()
     assert answers["1-on_log-3-should_evaluate"]["evaluated"] == [3, 4, 8]
+
+
+@pytest.mark.long
+def test_processes_leave_a_rollout_together_wherever_a_signal_comes(tmp_path):
+    done = together(2, [str(ROOT / "tests/distributed/leaving_rollouts.py"), str(tmp_path)], timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    assert answers.pop("slow") == 3  # a process may take longer than ddp_timeout
+    for name, found in answers.items():
+        assert found["codes"] == [[143, 2, True]] * 2, name
+        assert found["equal"] and found["same_log"] and found["problems"] == [] and found["steps"] == 4, name

@@ -1,6 +1,8 @@
 """Agents in training: what they asked is what is learned from, and they train as the trainer's own loops do."""
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 import time
@@ -34,7 +36,7 @@ from posttrain.rl.generation.local_steps import LocalSteps
 from posttrain.rl.online.ledger import audit
 from posttrain.rl.rewards import background
 from posttrain.rl.samples.prompts import PromptCodec
-from tests import tiny
+from tests import programs, tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
 
 TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
@@ -679,23 +681,57 @@ def test_a_command_that_fails_says_what_it_printed(tmp_path):
         run.rollout_maker.sample(run.new_samples(ROWS[:1]))
 
 
+def is_gone(pid):
+    """Whether a process ends within seconds: a busy machine takes its time to deliver a signal."""
+    status, until = Path(f"/proc/{pid}/status"), time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            if "zombie" in status.read_text():
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     mark = tmp_path / "pid"
     agent = Agent(AgentCommand(["sh", "-c", f"sleep 60 & echo $! > {mark}; wait"]), seconds=1.0)
     run = trainer(tmp_path, agent=agent)
     run.rollout_maker.sample(run.new_samples(ROWS[:1]))
-    status = Path(f"/proc/{mark.read_text().strip()}/status")
+    assert is_gone(mark.read_text().strip())
 
-    def is_gone():
-        try:
-            return "zombie" in status.read_text()
-        except OSError:
-            return True
 
-    until = time.monotonic() + 10  # a busy machine takes its time to deliver a signal
-    while not is_gone() and time.monotonic() < until:
+RUNS = """
+import asyncio, sys, types
+from posttrain.rl import AgentCommand
+
+episode = types.SimpleNamespace(base_url="http://127.0.0.1:9/v1", anthropic_base_url="", api_key="", model="")
+agent = AgentCommand(["sh", "-c", "sleep 600 & echo $$ $! $PWD > {mark}.new; mv {mark}.new {mark}; wait"])
+
+
+async def run():
+    await AgentCommand("true")(episode, {})
+    await asyncio.gather(*(agent(episode, {"mark": mark}) for mark in sys.argv[1:]))
+
+
+asyncio.run(run())
+"""
+
+
+def test_no_command_outlives_a_trainer_that_is_killed(tmp_path):
+    marks = [tmp_path / "one", tmp_path / "other"]
+    trainer = programs.Program(["-c", RUNS, *map(str, marks)])
+    while not all(mark.exists() for mark in marks):
+        assert trainer.poll() is None, trainer.stderr.read()
         time.sleep(0.01)
-    assert is_gone()
+    os.kill(trainer.pid, signal.SIGKILL)
+    for shell, child, folder in (mark.read_text().split() for mark in marks):
+        assert is_gone(shell) and is_gone(child)
+        until = time.monotonic() + 10
+        while Path(folder).exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not Path(folder).exists()
 
 
 def test_agents_do_not_go_with_other_ways_to_complete(tmp_path):

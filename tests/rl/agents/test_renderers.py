@@ -9,6 +9,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,9 +24,10 @@ trl = pytest.importorskip("trl", reason="trl, which has the official templates, 
 
 from datasets import Dataset  # noqa: E402
 
+from posttrain.core.errors import DataError  # noqa: E402
 from posttrain.rl import GRPOConfig, GRPOTrainer  # noqa: E402
 from posttrain.rl.samples.prompts import PromptCodec  # noqa: E402
-from posttrain.rl.samples.rendered import RenderedPrompts  # noqa: E402
+from posttrain.rl.samples.rendered import RenderedPrompts, codec_of  # noqa: E402
 from posttrain.rl.tools.protocol import ToolProtocol  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.rl.agents.scripted import ScriptedEngine, call  # noqa: E402
@@ -180,6 +182,42 @@ def test_a_renderer_of_a_run_writes_and_reads_what_the_chat_template_does(name):
     broken = rendered.protocol(TOOLS).read(tokenizer('<tool_call>\n{"name": "look",\n</tool_call>')["input_ids"], TOOLS)
     assert name != "qwen3" or [call.arguments for call in broken.calls] == [None]
     assert rendered.encode("A text.") == template.encode("A text.")
+    assert rendered.decode("A text.", ids) == template.decode("A text.", ids)
+    begun = [*ASKED, {"role": "assistant", "content": "It is"}]  # a turn that the policy goes on with
+    assert rendered.encode(begun) == template.encode(begun) != template.encode(ASKED)
+
+
+def test_a_renderer_that_shows_no_tools_does_not_describe_them():
+    tokenizer, _ = pair("qwen3")
+    tokenizer.chat_template = tiny.CHATML
+    for name, describes in (("default", False), ("qwen3", True)):
+        assert RenderedPrompts(tokenizer, name).protocol(TOOLS).describes == describes
+
+
+def test_what_is_no_object_is_no_arguments_of_a_call():
+    tokenizer, _ = pair("qwen3")
+    protocol = RenderedPrompts(tokenizer, "qwen3").protocol(TOOLS)
+    calls = ['{"name": "look", "arguments": [1]}', '{"name": "look", "arguments": {"where": "here"}}']
+    text = "<think>\nhm\n</think>\n\nSo. " + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in calls)
+    turn = protocol.read(tokenizer(text)["input_ids"], TOOLS)
+    assert [(one.name, one.arguments) for one in turn.calls] == [("look", None), ("look", {"where": "here"})]
+    assert [one["function"]["arguments"] for one in turn.message["tool_calls"]] == [{"where": "here"}]
+    assert (turn.message["content"], turn.message["reasoning_content"]) == ("So.", "hm")
+    plain = protocol.read(tokenizer("It is.")["input_ids"], TOOLS)
+    assert plain.message == {"role": "assistant", "content": "It is."} and plain.calls == ()
+
+
+def test_a_renderer_gets_the_arguments_of_the_chat_template_and_the_models_limit():
+    tokenizer, _ = pair("qwen3")
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    expected = [PromptCodec(tokenizer, kwargs).encode(ASKED) for kwargs in (off, on)]
+    assert expected[0] != expected[1]
+    config = SimpleNamespace(renderer="qwen3", chat_template_kwargs=off)
+    for given, ids in ((None, expected[0]), (on, expected[1])):  # those of a processor of images come before
+        codec = codec_of(tokenizer, config, given, limit=len(tokenizer))
+        assert codec.encode(ASKED) == ids and isinstance(codec, RenderedPrompts)
+    with pytest.raises(DataError, match="input_ids"):
+        codec_of(tokenizer, config, None, limit=max(expected[0])).encode(ASKED)
 
 
 def test_a_run_with_a_renderer_trains_on_what_it_sampled(tmp_path):

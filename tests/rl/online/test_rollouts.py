@@ -1,19 +1,24 @@
 """The rollouts of a run without a trainer: from batches of prompts to micro-batches, and where it stands."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.rl import DistillationTrainer, GRPOTrainer
 from posttrain.rl.losses.credit import TurnRewards
-from posttrain.rl.online.reporting import Summary
+from posttrain.rl.online import setup
+from posttrain.rl.online.reporting import Summary, with_errors
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.prompts import Layout
 from posttrain.rl.samples.samples import Rollout, Sample
 
-ALONE = SimpleNamespace(rank=0, world_size=1, peer_rank=0, is_main=True, gather_object=lambda value: [value])
+ALONE = SimpleNamespace(
+    rank=0, world_size=1, num_processes=1, peer_rank=0, is_main=True, gather_object=lambda value: [value]
+)
 
 
 class Scripted(Rollouts):
@@ -75,8 +80,33 @@ def test_an_evaluation_means_the_weighted_rewards_and_passes_by_the_first_functi
     lengths, none = torch.tensor([2, 3, 4, 5]), torch.zeros(4, 2, dtype=torch.bool)
     weights = torch.tensor([1.0, 0.5])
     found = Summary(rewards, none, lengths, lengths, lengths > 2, None, ["one", "other"], weights).sums(2, 1.0)
-    assert found["avg@2"] == (1.75, 2) and found["avg@2/squares"] == (1 + 0.75**2, 2)  # of 1, 1 and 1.5, 0
+    assert found["avg@2"] == (1.75, 2) and found["avg@2/squares"] == (1 + 0.75**2, "sum")  # of 1, 1 and 1.5, 0
     assert found["pass@1"] == (1.0, 2) and found["pass@2"] == (2.0, 2)
+
+
+def errors_of(rewards, group_size=2):
+    """What an evaluation with these rewards of one function logs, prompt by prompt in two batches."""
+    metrics, rewards = Metrics(), torch.tensor(rewards)[:, None]
+    for part in rewards.split(2 * group_size):
+        lengths, none = torch.full((len(part),), 3), torch.zeros(len(part), 1, dtype=torch.bool)
+        summary = Summary(part, none, lengths, lengths, lengths > 2, None, ["one"], torch.ones(1))
+        metrics.update(summary.sums(group_size, 1.0))
+    return with_errors({name: value / count for name, (value, count) in metrics.drain().items()})
+
+
+def test_intervals_are_over_the_prompts_whose_rewards_are_known():
+    none = float("nan")
+    found = errors_of([1.0, 0.0, none, none, 0.0, 0.0, none, 1.0])
+    assert found["avg@2"] == pytest.approx(0.5)  # of 0.5, 0 and 1
+    assert found["avg@2_stderr"] == pytest.approx((0.5 / 3 / 2) ** 0.5)
+    assert found["reward"] == found["rewards/one/mean"] == pytest.approx(0.4)  # of 1, 0, 0, 0 and 1
+    assert found["pass@1"] == 0.25 and found["pass@2"] == 0.5  # what is not known has not passed
+    assert not any(name.endswith(("/squares", "/prompts")) for name in found)
+
+
+def test_prompts_that_come_out_alike_have_an_interval_of_nothing():
+    found = errors_of([1.0, 1.0, 1.0, 1.0, 0.0] * 3, group_size=5)  # the variance of 0.8 rounds below 0
+    assert found["avg@5"] == pytest.approx(0.8) and found["avg@5_stderr"] == found["pass@5_stderr"] == 0
 
 
 def test_an_engine_of_the_trainers_weights_is_asked_once():
@@ -89,6 +119,24 @@ def test_an_engine_of_the_trainers_weights_is_asked_once():
     with pytest.raises(ConnectionError, match="it is gone"):
         rollouts.next_scored(batches(1))
     assert len(rollouts.begun_samples) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "is_left"),
+    [
+        ({}, 2, True),
+        ({"rollout_func": len}, 2, False),
+        ({"generate": DistillationTrainer.generate}, 2, False),
+        ({"sampler": SimpleNamespace(session=lambda: None)}, 2, False),
+        ({"peers": 2}, 2, False),
+        ({"rollout_func": len, "sampler": SimpleNamespace(session=lambda: None), "peers": 1}, 1, True),
+    ],
+    ids=["alone", "function", "own method", "session", "split rows", "one process"],
+)
+def test_rollouts_are_left_where_no_process_waits_for_another(changes, processes, is_left):
+    usual = dict(rollout_func=None, generate=GRPOTrainer.generate, sampler=SimpleNamespace(session=nullcontext))
+    dist = SimpleNamespace(num_processes=processes, peers=changes.get("peers", 1))
+    assert setup.generates_alone(SimpleNamespace(dist=dist, **(usual | changes))) == is_left
 
 
 def test_groups_that_teach_nothing_are_replaced():

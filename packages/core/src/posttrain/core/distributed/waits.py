@@ -108,8 +108,13 @@ class Waits:
         return f"{_WAIT}/{self._count}"
 
     def tell(self, name: str, value: Any) -> None:
-        """Release the processes that wait in `hear` for this process under `name`."""
-        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
+        """Release the processes that wait in `hear` for this process under `name`. Raises a `LostProcessError` where
+        the process that keeps the store has ended.
+        """
+        try:
+            self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
+        except RuntimeError as error:
+            raise LostProcessError(f"The processes cannot reach each other any more ({error}).") from error
         self._said.append(f"{name}/{self.rank}")
 
     def hear(self, name: str, rank: int, what: str) -> Any:
@@ -169,3 +174,10 @@ class Waits:
         for key in said:  # all processes are here and have read the earlier messages
             self.store.delete_key(key)
         return values
+
+    def break_off(self, error: BaseException) -> None:
+        """Have the others find `error` in place of what this process passes to their next `gather`, in which they wait
+        for it or will: it does not come.
+        """
+        name, said = self.next(), portable(error)
+        self.tell(name if self.rank else f"{name}/all", said if self.rank else [said])

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
@@ -207,9 +208,9 @@ class World:
         if args.global_batch_size and (text := note(args.global_batch_size, self.world_size)):
             logger.warning(text)
         self._waiting: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        self._waits: Waits | None = None
+        self.waits: Waits | None = None
         if self.num_processes > 1:
-            self._waiting, self._waits = _watch(args, self.process_index, self.local_rank, self.num_processes), _waits
+            self._waiting, self.waits = _watch(args, self.process_index, self.local_rank, self.num_processes), _waits
             report_failures()
             atexit.unregister(_leave_group)
             atexit.register(_leave_group, destroy=self.device.type == "cpu")
@@ -304,7 +305,13 @@ class World:
         """What every process passed, in the order of `process_index`: a small `value`, because it goes through the
         store. They may come hours apart: `ddp_timeout` does not count here. The log describes the wait by `what`.
         """
-        return [value] if self._waits is None else self._waits.gather(value, what)
+        if self.waits is None:
+            return [value]
+        began = time.monotonic()
+        values = self.waits.gather(value, what)
+        if isinstance(self._waiting, Watchdog):
+            self._waiting.waited += time.monotonic() - began
+        return values
 
     def meet(self, what: str = "that all come here") -> None:
         """Wait until every process is here, however long that takes."""
@@ -312,17 +319,17 @@ class World:
 
     def all_come(self, name: str, seconds: float = 30) -> bool:
         """Whether every process comes here with the same `name` within `seconds`, as after an error on all of them."""
-        return self._waits is None or self._waits.all_come(name, seconds)
+        return self.waits is None or self.waits.all_come(name, seconds)
 
     @contextlib.contextmanager
     def main_first(self, local: bool = False) -> Iterator[None]:
         """Rank 0 runs the block before all others, or the first of each machine if `local`, so that they read what it
         writes. All continue when all have run it; an error of one is raised on all.
         """
-        if self._waits is None:
+        if self.waits is None:
             yield
             return
-        leader, waits, error = self.process_index - self.local_rank if local else 0, self._waits, None
+        leader, waits, error = self.process_index - self.local_rank if local else 0, self.waits, None
         name, what = waits.next(), "work that is done once for all"
         if self.process_index != leader:
             error = waits.hear(name, leader, what)
@@ -344,18 +351,18 @@ class World:
 
     def on_main(self, work: Callable[[], Any], what: str = "work of the main process") -> Any:
         """Run `work` on rank 0 and return its result everywhere; an error there is raised on every rank."""
-        if self._waits is None:
+        if self.waits is None:
             return work()
-        name = self._waits.next()
+        name = self.waits.next()
         if not self.is_main:
-            result, error = self._waits.hear(name, 0, what)
+            result, error = self.waits.hear(name, 0, what)
         else:
             result, error = None, None
             try:
                 result = work()
             except Exception as caught:
                 error = caught
-            self._waits.tell(name, (result, portable(error)))
+            self.waits.tell(name, (result, portable(error)))
         if error is not None:
             raise error
         return result

@@ -75,9 +75,9 @@ def _read_by(defined: list[Mapping[str, Any]]) -> set[str]:
     return {name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names}
 
 
-def is_stock(owner: object, method: str) -> bool:
-    """Whether `method` of `owner` is that of `Trainer` itself, whichever class of ours or of the user it has."""
-    return getattr(getattr(owner, method), "__qualname__", "") == f"Trainer.{method}"
+def is_stock(owner: object, method: str, of: str = "Trainer") -> bool:
+    """Whether `method` of `owner` is that of the class `of` itself, whichever class of ours or of the user it has."""
+    return getattr(getattr(owner, method), "__qualname__", "") == f"{of}.{method}"
 
 
 def drawing(owner: Any, ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from posttrain.core.config import opt
 from posttrain.core.data import accelerator, workers
-from posttrain.core.distributed.world import Maximum
+from posttrain.core.distributed.waits import LostProcessError, read
+from posttrain.core.distributed.world import Maximum, World
 from posttrain.core.fields import durations
 
+Value = TypeVar("Value")
 SIGNALS = [one for one in signal.Signals if one.name in ("SIGTERM", "SIGINT", "SIGHUP")]
 #: A reason to leave, below those of signals, which are the exit codes that they lead to.
 TIME_IS_UP = 1
@@ -187,18 +189,78 @@ class Watch:
         while self._before:
             signal.signal(*self._before.popitem())
 
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """In this context a signal raises `Left` in the main thread, also one that has come before. Not where there are
-        several processes, which would wait for this one.
+    def at_once(self, work: Callable[[], Value], dist: World) -> Value:
+        """``work()``, which a signal ends: it raises `Left` in the main thread, also one that has come before. Several
+        processes call this together, for work in which none waits for another, and meet afterwards: a signal to one
+        ends the work of all that are still at it, and either all raise `Left` or none does.
         """
-        before, self._leaves_at_once = self._leaves_at_once, self.world_size == 1
+        if dist.waits is None or not self.on_signals:
+            return self._until_signal(work)
+        found, error, name = None, None, dist.waits.next()
+        with self._listening(dist.waits.store, name):
+            try:
+                found = self._until_signal(work)
+            except (Left, ConnectionError) as caught:  # a lost engine is asked again, once all have come here
+                error = caught
+            except BaseException as caught:
+                with contextlib.suppress(LostProcessError):  # there is no one to tell
+                    dist.waits.break_off(caught)
+                raise
+            own = error.reason if isinstance(error, Left) else 0
+            told = dist.gather_patiently(own, "that all have ended what each does by itself")
+        if failed := [one for one in told if isinstance(one, Exception)]:
+            raise failed[0]
+        if reason := max(told):
+            raise Left(reason)
+        if error is not None:
+            raise error
+        return cast(Value, found)
+
+    def _until_signal(self, work: Callable[[], Value]) -> Value:
         try:
-            if self._leaves_at_once and self._reason:
-                raise Left(self._reason)
+            self._leaves_at_once = True
+            if self._reason:
+                self._leave()
+            return work()
+        finally:
+            self._leaves_at_once = False
+
+    def _leave(self, *_: Any) -> None:
+        """Raise `Left` where a signal does, and once: what catches it must not be left in its turn."""
+        if self._leaves_at_once:
+            self._leaves_at_once = False
+            raise Left(self._reason)
+
+    @contextlib.contextmanager
+    def _listening(self, store: Any, name: str) -> Iterator[None]:
+        """In this context a thread tells the other processes of a signal to this one, under `name` in their `store`. It
+        interrupts the main thread where one of them has had a signal.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are not caught
+            return
+        over, main = threading.Event(), threading.get_ident()
+
+        def listen() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, with its process: the main thread finds that
+                while not over.wait(INTERVAL):
+                    if self._reason:
+                        store.set(name, str(self._reason))
+                        return
+                    if said := read(store, name):
+                        self._reason = int(said)
+                        signal.pthread_kill(main, signal.SIGURG)
+                        return
+
+        before = signal.signal(signal.SIGURG, self._leave)  # see `posttrain.rl.rewards.background`
+        thread = threading.Thread(target=listen, name="posttrain-leave", daemon=True)
+        thread.start()
+        try:
             yield
         finally:
-            self._leaves_at_once = before
+            over.set()
+            thread.join()
+            signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
     def _notice(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
@@ -212,8 +274,7 @@ class Watch:
         if name == "SIGHUP":  # what is written to a terminal that is gone would be an error
             for terminal in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
-        if self._leaves_at_once:
-            raise Left(self._reason)
+        self._leave()
 
     @property
     def own(self) -> int:

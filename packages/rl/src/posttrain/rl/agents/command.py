@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -19,6 +22,25 @@ from posttrain.core.files import write_text
 
 LAST = 4096
 """Bytes of a program's output that are read, from its end."""
+GUARD = """
+import os, shutil, signal, sys
+programs = {}
+for line in sys.stdin:
+    program, folder = line[:-1].split(" ", 1)
+    programs[folder] = int(program)
+    if programs[folder] < 0:
+        del programs[folder]
+for folder, program in programs.items():
+    if program:
+        try:
+            os.killpg(program, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
+"""
+"""Reads lines, each the program that runs in a folder, 0 where none does, or -1 where that is gone. When their writer
+has ended, be it by kill -9, it ends the programs and removes the folders that are left.
+"""
 
 
 class AgentCommand:
@@ -53,7 +75,7 @@ class AgentCommand:
         Raises:
             RuntimeError: the program failed, and there is no verifier to judge what it left.
         """
-        with tempfile.TemporaryDirectory(prefix="posttrain-agent-", ignore_cleanup_errors=True) as folder:
+        with _folder() as folder:
             write_text(Path(folder, "row.json"), json.dumps(row, default=str))
             values = {name: str(value) for name, value in row.items()} | {"folder": folder}
             around = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(episode.base_url).hostname]
@@ -104,13 +126,37 @@ async def _run(
             stderr=errors,
             start_new_session=True,
         )
+        _tell_guard(program.pid, folder)
         try:
             code = await program.wait()
         finally:  # with what it has started itself
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
+            _tell_guard(0, folder)
             await asyncio.shield(program.wait())
         return code, _end(output), _end(errors)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="posttrain-agent-", ignore_cleanup_errors=True) as folder:
+        _tell_guard(0, folder)
+        try:
+            yield folder
+        finally:
+            _tell_guard(-1, folder)
+
+
+def _tell_guard(program: int, folder: str) -> None:
+    with contextlib.suppress(OSError):  # it was killed; programs end without it, as long as this process does not
+        os.write(_guard().stdin.fileno(), f"{program} {folder}\n".encode())
+
+
+@functools.cache
+def _guard() -> Any:
+    words, null = [sys.executable, "-I", "-S", "-c", GUARD], subprocess.DEVNULL
+    # Ctrl-C is for the trainer.
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
 
 
 def _end(file: IO[bytes]) -> str:

@@ -32,8 +32,8 @@ from posttrain.rl.samples.samples import Sample, lengths_of
 logger = logging.getLogger(__name__)
 
 
-SQUARES = "/squares"
-"""Behind the name of a metric, the mean of its squares over prompts."""
+SQUARES, PROMPTS = "/squares", "/prompts"
+"""Behind the name of a metric, the sum of its squares over the prompts of which it is known, and their number."""
 STALE_GAP = 0.5
 """Mean difference of log-probabilities from which stale completions are warned of. They differ by design."""
 
@@ -106,7 +106,7 @@ class Summary:
 
     def sums(self, group_size: int, threshold: float) -> dict[str, tuple[float, Any]]:
         """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k`` (of the first function's
-        rewards from `threshold` on), and of the squares of the last two over prompts, for `with_errors`. As
+        rewards from `threshold` on), and what `with_errors` needs of the last two over prompts. As
         `Metrics.update` takes them.
         """
         total, size, names = total_rewards(self.rewards, self.weights), len(self.lengths), self.names
@@ -129,7 +129,8 @@ class Summary:
             of_prompts[f"pass@{k}"] = [pass_at_k(group_size, right, k) for right in passed]
         for name, values in of_prompts.items():
             found[name] = sum(values), len(values)
-            found[name + SQUARES] = sum(value**2 for value in values), len(values)
+            found[name + SQUARES] = sum(value**2 for value in values), "sum"
+            found[name + PROMPTS] = len(values), "sum"
         return found
 
     def _extremes(self) -> dict[str, tuple[float, Any]]:
@@ -142,15 +143,15 @@ class Summary:
         return found
 
 
-def with_errors(metrics: Mapping[str, float], number: int) -> dict[str, float]:
-    """`metrics` with standard errors, ``<name>_stderr``, in place of the means of squares over `number` prompts.
+def with_errors(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`metrics` with standard errors, ``<name>_stderr``, in place of the sums that `Summary.sums` has for them.
 
     Completions of a prompt are not independent, prompts are: Miller 2024, https://arxiv.org/abs/2411.00640, section 2.
     """
-    found = {name: value for name, value in metrics.items() if not name.endswith(SQUARES)}
+    found = {name: value for name, value in metrics.items() if not name.endswith((SQUARES, PROMPTS))}
     for name in list(found):
-        if name + SQUARES in metrics and number > 1:
-            variance = max(metrics[name + SQUARES] - found[name] ** 2, 0.0)
+        if (number := metrics.get(name + PROMPTS, 0)) > 1:
+            variance = max(metrics[name + SQUARES] / number - found[name] ** 2, 0.0)
             found[f"{name}_stderr"] = math.sqrt(variance / (number - 1))
     return found
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -27,7 +27,7 @@ from posttrain.core.training.plan import Plan
 from posttrain.core.training.preemption import Left
 from posttrain.rl.losses import credit
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
-from posttrain.rl.online import reporting
+from posttrain.rl.online import reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background, Scored, Turns
 from posttrain.rl.online.curriculum import NUMBER, Curriculum, passed
@@ -69,8 +69,8 @@ class Rollouts:
         #: Whether the next so many rollouts can be had at once, after a second's wait at most; the same on every
         #: process. None: they are made when they are asked for.
         self.are_there: Callable[[int], bool] | None = None
-        self._leaving: Callable[[], contextlib.AbstractContextManager[None]] = nullcontext
-        self._scoring = Turns(args.reward_concurrency) if args.max_staleness else nullcontext()
+        self._until_left: Callable[[Callable[[], Any]], Any] = operator.call
+        self._scoring = Turns(args.reward_concurrency) if args.max_staleness else contextlib.nullcontext()
         if args.max_staleness:
             owner.sampler.generating = Turns()
         self.forget()
@@ -141,15 +141,17 @@ class Rollouts:
                     owner.run.interrupt(reason)
 
     def window(self, stream: Iterator[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """The next `size` micro-batches of `stream`. A signal that comes while their first rollout is sampled or scored
-        is heard at once: the run is saved as it stood before, and left.
+        """The next `size` micro-batches of `stream`. A signal that comes while their first rollout is sampled, or in a
+        run of one process scored, is heard at once: the run is saved as it stood before, and left.
         """
+        if self.background is not None or not setup.generates_alone(self.owner):
+            return list(islice(stream, size))
         run, kept = self.owner.run, (self.rollout, self.used, self._length, self.num_rollouts)
         if not run.watch.on_signals:
             return list(islice(stream, size))
         position, undo = run.loader.state_dict(), run.undo_point()
         rates = None if self.curriculum is None else self.curriculum.state_dict()
-        self._leaving = run.watch.at_once
+        self._until_left = partial(run.watch.at_once, dist=self.owner.dist)
         try:
             return list(islice(stream, size))
         except Left as left:
@@ -160,7 +162,7 @@ class Rollouts:
             undo()
             run.interrupt(left.reason)
         finally:
-            self._leaving = nullcontext
+            self._until_left = operator.call
 
     @property
     def left(self) -> int:
@@ -197,8 +199,7 @@ class Rollouts:
         """The `samples` completed by the current weights. Every process must call it, also one that has none."""
         with self.owner.sampler.weights_to_generate(self.owner.model):
             self.sync()
-            with self._leaving():
-                return self.complete(samples, temperature)
+            return cast(list[Sample], self._until_left(partial(self.complete, samples, temperature)))
 
     def sample_to_score(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """The completed samples of rollout `number`; where ``reward_concurrency`` is above 1, the scores of each group
@@ -223,7 +224,7 @@ class Rollouts:
     def complete(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
         """The `samples` completed by the weights that the engine has."""
         owner, sampler = self.owner, self.owner.sampler
-        with nullcontext() if sampler.may_overlap else sampler.generating, sampler.session():
+        with contextlib.nullcontext() if sampler.may_overlap else sampler.generating, sampler.session():
             version = sampler.version if self.background is not None or sampler.can.runs_ahead else None
             sampling = owner.sampling(temperature)
             if samples:
@@ -299,8 +300,8 @@ class Rollouts:
                 samples = sampler.with_attempts(sample, self.sync)
             else:
                 samples = sample()
-            with self._leaving():
-                scores = self.score(samples)
+            score = partial(self.score, samples)  # whose functions may wait for other processes
+            scores = self._until_left(score) if self.owner.dist.num_processes == 1 else score()
         if self.curriculum is not None:
             own = passed([one.row_number for one in samples], scores.rewards[:, 0], self.args.pass_threshold)
             self.curriculum.update([one for part in self.owner.dist.gather_object(own) for one in part])
@@ -338,7 +339,7 @@ class Rollouts:
         if self.curriculum is not None:
             metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
         samples, scores = self.with_signal(*scored, batches) if self.args.dynamic_sampling else scored
-        self._leaving = nullcontext  # what follows changes more
+        self._until_left = operator.call  # what follows changes more
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from posttrain.core.data.samplers import columns_of, is_stream, transforms_rows
 from posttrain.core.errors import DataError, missing
+from posttrain.core.training.override_checks import is_stock
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.image_positions import ImageExample
@@ -132,6 +134,13 @@ def check_invocation(
     if refuses:
         raise DataError(f"{problem}. End each prompt with these tokens, or filter those rows.")
     logger.warning("%s. End each prompt with these tokens.", problem)
+
+
+def generates_alone(trainer: RolloutTrainer) -> bool:
+    """Whether no process waits for another while it generates, so that it can be left there."""
+    dist, is_ours = trainer.dist, trainer.rollout_func is None and is_stock(trainer, "generate", "RolloutTrainer")
+    # A session is of engines that generate jointly; a method that is not ours may meet the other processes.
+    return dist.num_processes == 1 or (dist.peers == 1 and is_ours and trainer.sampler.session is nullcontext)
 
 
 def tokens_of(row: dict[str, Any], codec: PromptCodec, environments: Environments) -> Sequence[int]:

@@ -527,7 +527,7 @@ class RolloutTrainer(LanguageModelTrainer):
             self.sampler.synced_at = None  # the weights may have changed
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         self.reporter.report_evaluation(description, metric_key_prefix, self.state.global_step)
-        return output._replace(metrics=reporting.with_errors(output.metrics or {}, output.num_samples or 0))
+        return output._replace(metrics=reporting.with_errors(output.metrics or {}))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
