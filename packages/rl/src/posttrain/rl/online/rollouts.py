@@ -144,10 +144,8 @@ class Rollouts:
         """The next `size` micro-batches of `stream`. A signal that comes while their first rollout is sampled, or in a
         run of one process scored, is heard at once: the run is saved as it stood before, and left.
         """
-        if self.background is not None or not setup.generates_alone(self.owner):
-            return list(islice(stream, size))
         run, kept = self.owner.run, (self.rollout, self.used, self._length, self.num_rollouts)
-        if not run.watch.on_signals:
+        if self.background is not None or not run.watch.on_signals or not setup.generates_alone(self.owner):
             return list(islice(stream, size))
         position, undo = run.loader.state_dict(), run.undo_point()
         rates = None if self.curriculum is None else self.curriculum.state_dict()
