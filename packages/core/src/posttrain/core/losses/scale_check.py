@@ -28,7 +28,8 @@ from posttrain.core.models.wrapping import unwrap
 SMALL = 512  # containers of more entries are data
 DEPTH = 3
 DATA = ("train_dataset", "eval_dataset")
-OTHERS = ("posttrain", "torch", "transformers", "accelerate", "tokenizers", "datasets")  # whose objects are no meters
+#: Packages whose objects are no meters.
+OTHERS = ("builtins", "posttrain", "torch", "transformers", "accelerate", "tokenizers", "datasets")
 HELD = (int, float, complex, str, np.generic, np.ndarray, torch.Tensor, torch.device, torch.dtype)
 HELD += (list, tuple, dict, set, deque)
 PLAIN = (torch.Tensor, nn.Parameter)  # what has memory of its own
@@ -214,10 +215,12 @@ def _is_container(value: Any) -> bool:
 
 def _is_meter(value: Any) -> bool:
     """Whether `value` is an object of a script that holds numbers and containers alone, as what averages a metric."""
-    if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
+    if isinstance(value, (*HELD, nn.Module)) or callable(value) or type(value).__module__.partition(".")[0] in OTHERS:
         return False
-    of_script = type(value).__module__.partition(".")[0] not in OTHERS
-    return of_script and all(value is None or isinstance(value, HELD) for value in vars(value).values())
+    try:
+        return all(held is None or isinstance(held, HELD) for held in vars(value).values())
+    except TypeError:  # it has no attributes that can be set
+        return False
 
 
 def _has_changed(container: Any, content: Any) -> bool:

@@ -203,14 +203,14 @@ class Watch:
             except (Left, ConnectionError) as caught:  # a lost engine is asked again, once all have come here
                 error = caught
             except BaseException as caught:
-                with contextlib.suppress(LostProcessError):  # there is no one to tell
+                with contextlib.suppress(LostProcessError):  # the others are gone
                     dist.waits.break_off(caught)
                 raise
             own = error.reason if isinstance(error, Left) else 0
-            told = dist.gather_patiently(own, "that all have ended what each does by itself")
-        if failed := [one for one in told if isinstance(one, Exception)]:
+            ends = dist.gather_patiently(own, "that all have ended what each does by itself")
+        if failed := [one for one in ends if isinstance(one, Exception)]:
             raise failed[0]
-        if reason := max(told):
+        if reason := max(ends):
             raise Left(reason)
         if error is not None:
             raise error

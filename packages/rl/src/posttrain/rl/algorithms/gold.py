@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from posttrain.core.config import opt, other_default
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.host_copies import on_host
+from posttrain.core.data.samplers import columns_of
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
 from posttrain.lm.loss import lm_head
@@ -105,7 +106,7 @@ class GOLDTrainer(GKDTrainer):
         if self.sees or self.sampler.has_tools or self.episodes is not None or self.rollout_func is not None:
             return kept
         add = partial(tokens_of, codec=self.codec, context=self.sampler.context)
-        return kept.map(add) if hasattr(kept, "map") else [{**row, **add(row)} for row in kept]
+        return kept.map(add) if columns_of(kept) else kept
 
     def generate_on_policy_outputs(  # type: ignore[override]
         self, model: Any, inputs: dict[str, torch.Tensor], generation_config: Any
