@@ -106,6 +106,8 @@ class GOLDTrainer(GKDTrainer):
         if self.sees or self.sampler.has_tools or self.episodes is not None or self.rollout_func is not None:
             return kept
         add = partial(tokens_of, codec=self.codec, context=self.sampler.context)
+        if isinstance(kept, list):
+            return [{**row, **add(row)} for row in kept]
         return kept.map(add) if columns_of(kept) else kept
 
     def generate_on_policy_outputs(  # type: ignore[override]
