@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.errors import CheckpointError
@@ -64,6 +65,23 @@ def test_a_stream_goes_on_where_a_checkpoint_of_transformers_stands(step, tmp_pa
     assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
     for name, value in weights(straight).items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class EndsEpochs(TrainerCallback):
+    """Leaves each epoch after two steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+def test_an_epoch_that_a_callback_had_ended_is_not_gone_on_with(tmp_path):
+    straight, resumed = theirs(tmp_path), ours(tmp_path / "ours")
+    for trainer in (straight, resumed):
+        trainer.add_callback(EndsEpochs())
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == straight.state.global_step == 4  # two epochs of two steps
+    assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
 
 
 def test_true_names_the_checkpoint_of_transformers_that_could_be_taken(tmp_path):

@@ -132,6 +132,8 @@ def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
             for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
                 schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
+    control: Any = state.stateful_callbacks.get("TrainerControl", {})  # as theirs was when they saved
+    run.epoch_stopped = control.get("args", {}).get("should_epoch_stop", False)
     data = "starts from the beginning"
     if run.plan.steps_per_epoch is not None and not run.owner.args.ignore_data_skip:
         data = _seek(run, state, checkpoint)
