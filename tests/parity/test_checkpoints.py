@@ -23,7 +23,7 @@ ARGS = dict(
 
 def make(trainer_class, args_class, folder, **changes):
     args = args_class(output_dir=str(folder), **ARGS | changes)
-    return trainer_class(tiny.causal_lm(), args, pad, tiny.token_rows(22))
+    return trainer_class(tiny.causal_lm(), args, pad, tiny.token_rows(22), tiny.token_rows(6))
 
 
 def theirs(folder, **changes):
@@ -65,6 +65,17 @@ def test_a_stream_goes_on_where_a_checkpoint_of_transformers_stands(step, tmp_pa
     assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
     for name, value in weights(straight).items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("saves", ["steps", "epoch"])
+def test_the_end_of_an_epoch_follows_a_checkpoint_of_its_last_step(saves, tmp_path):
+    changes = {"save_strategy": saves, "save_steps": 4, "eval_strategy": "epoch"}
+    straight, resumed = theirs(tmp_path, **changes), ours(tmp_path / "ours", **changes)
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    steps = [[one["step"] for one in run.state.log_history if "eval_loss" in one] for run in (straight, resumed)]
+    assert steps == [[4, 8], [4, 8]]
+    assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
 
 
 class EndsEpochs(TrainerCallback):

@@ -136,7 +136,10 @@ def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
     run.epoch_stopped = control.get("args", {}).get("should_epoch_stop", False)
     data = "starts from the beginning"
     if run.plan.steps_per_epoch is not None and not run.owner.args.ignore_data_skip:
-        data = _seek(run, state, checkpoint)
+        data, args, progress = _seek(run, state, checkpoint), run.owner.args, run.progress
+        saves = args.eval_strategy if args.save_strategy == "best" else args.save_strategy
+        if progress.epoch and not progress.batches and saves != "epoch":  # saved before what ends an epoch was done
+            progress.epoch, progress.batches = progress.epoch - 1, run.plan.batches_per_epoch or 0
     elif is_foreign(checkpoint) and (run.reads_as_given or run.plan.uses) and not run.owner.args.ignore_data_skip:
         data = _seek_in_stream(run, state, checkpoint)
     known = "holds no optimizer and no random state (save_only_model=True): both start anew."
