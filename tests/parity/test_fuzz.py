@@ -1076,6 +1076,12 @@ def test_rollouts_go_on_after_a_checkpoint_of_a_peer(name, own, stream, folder, 
     assert len(run(name, False, settings, folder, tmp_path / "False").log) > 6
 
 
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_the_reference_of_an_adapter_goes_on_after_a_checkpoint_of_a_peer(name, folder, tmp_path):
+    saved = {"stopped_after": 3, "from_theirs": True, "save_strategy": "steps", "save_steps": 2}
+    assert differences(name, saved | {"adapter": 0, "adapted_before": True}, folder, tmp_path) == {}
+
+
 def test_every_difference_stands_in_the_documentation():
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
     assert [one.line for one in DOCUMENTED if one.line not in page] == []
