@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.errors import CheckpointError
@@ -22,7 +23,7 @@ ARGS = dict(
 
 def make(trainer_class, args_class, folder, **changes):
     args = args_class(output_dir=str(folder), **ARGS | changes)
-    return trainer_class(tiny.causal_lm(), args, pad, tiny.token_rows(22))
+    return trainer_class(tiny.causal_lm(), args, pad, tiny.token_rows(22), tiny.token_rows(6))
 
 
 def theirs(folder, **changes):
@@ -64,6 +65,34 @@ def test_a_stream_goes_on_where_a_checkpoint_of_transformers_stands(step, tmp_pa
     assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
     for name, value in weights(straight).items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("saves", ["steps", "epoch"])
+def test_the_end_of_an_epoch_follows_a_checkpoint_of_its_last_step(saves, tmp_path):
+    changes = {"save_strategy": saves, "save_steps": 4, "eval_strategy": "epoch"}
+    straight, resumed = theirs(tmp_path, **changes), ours(tmp_path / "ours", **changes)
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    steps = [[one["step"] for one in run.state.log_history if "eval_loss" in one] for run in (straight, resumed)]
+    assert steps == [[4, 8], [4, 8]]
+    assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
+
+
+class EndsEpochs(TrainerCallback):
+    """Leaves each epoch after two steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+def test_an_epoch_that_a_callback_had_ended_is_not_gone_on_with(tmp_path):
+    straight, resumed = theirs(tmp_path), ours(tmp_path / "ours")
+    for trainer in (straight, resumed):
+        trainer.add_callback(EndsEpochs())
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == straight.state.global_step == 4  # two epochs of two steps
+    assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
 
 
 def test_true_names_the_checkpoint_of_transformers_that_could_be_taken(tmp_path):

@@ -29,6 +29,7 @@ class Plan:
     num_epochs: int  # the maximum number of started epochs
     #: (step, epoch, micro-batches left of it) from which on all steps hold as many rows; None: all do.
     resized_at: tuple[int, int, int] | None = None
+    uses: int | None = None  # micro-batches that are made of each batch of the loader; None: it is one
 
     @property
     def steps_per_epoch(self) -> int | None:

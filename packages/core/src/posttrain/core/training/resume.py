@@ -132,10 +132,15 @@ def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
             for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
                 schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
+    control: Any = state.stateful_callbacks.get("TrainerControl", {})  # as theirs was when they saved
+    run.epoch_stopped = control.get("args", {}).get("should_epoch_stop", False)
     data = "starts from the beginning"
     if run.plan.steps_per_epoch is not None and not run.owner.args.ignore_data_skip:
-        data = _seek(run, state, checkpoint)
-    elif is_foreign(checkpoint) and run.reads_as_given and not run.owner.args.ignore_data_skip:
+        data, args, progress = _seek(run, state, checkpoint), run.owner.args, run.progress
+        saves = args.eval_strategy if args.save_strategy == "best" else args.save_strategy
+        if progress.epoch and not progress.batches and saves != "epoch":  # saved before what ends an epoch was done
+            progress.epoch, progress.batches = progress.epoch - 1, run.plan.batches_per_epoch or 0
+    elif is_foreign(checkpoint) and (run.reads_as_given or run.plan.uses) and not run.owner.args.ignore_data_skip:
         data = _seek_in_stream(run, state, checkpoint)
     known = "holds no optimizer and no random state (save_only_model=True): both start anew."
     if is_foreign(checkpoint):
@@ -174,13 +179,17 @@ def _seek_in_stream(run: Run, state: TrainerState, checkpoint: Path) -> str:
     steps = round(share * saved.max_steps)
     if not steps and epoch == 1 and saved.max_steps == state.global_step:  # its end, in the first pass
         epoch, steps = 0, state.global_step
-    loader, unit = run.loader, rows_per_batch(checkpoint, saved.train_batch_size) or run.loader.rows_per_batch
-    rows = steps * run.plan.accumulation * unit
-    run.progress.epoch, run.progress.batches = int(epoch), rows // loader.rows_per_batch
+    loader, uses, number = run.loader, run.plan.uses, steps * run.plan.accumulation
+    rows = number * (rows_per_batch(checkpoint, saved.train_batch_size) or loader.rows_per_batch)
+    batches, done = rows // loader.rows_per_batch, f"{rows} rows"
+    if uses is not None:  # a rollout that is not used up is made again
+        batches = number // uses
+        rows, done = batches * loader.rows_per_batch, f"{batches} rollouts"
+    run.progress.epoch, run.progress.batches = int(epoch), batches * (uses or 1)
     loader.set_epoch(run.progress.epoch)
-    loader.skip(run.progress.batches, rows)
-    loader.number(run.progress.batches)
-    return f"continues after {rows} rows of pass {run.progress.epoch} over the stream"
+    loader.skip(batches, rows)
+    loader.number(batches)
+    return f"continues after {done} of pass {run.progress.epoch} over the stream"
 
 
 def resume(run: Run, checkpoint: Path) -> None:

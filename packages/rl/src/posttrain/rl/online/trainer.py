@@ -442,8 +442,8 @@ class RolloutTrainer(LanguageModelTrainer):
         """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
         args, parts = self.args, self.rollout_maker.per_rollout
         length = len(loader) * parts if pipeline.has_length(loader) else None
-        epochs = args.num_train_epochs
-        return make_plan(length, args.gradient_accumulation_steps, epochs, args.max_steps, args.epochs_of_stream)
+        epochs, window = args.num_train_epochs, args.gradient_accumulation_steps
+        return replace(make_plan(length, window, epochs, args.max_steps, args.epochs_of_stream), uses=parts)
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """Micro-batches of rollouts, which are made on demand."""
