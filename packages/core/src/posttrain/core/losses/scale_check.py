@@ -30,9 +30,12 @@ DEPTH = 3
 DATA = ("train_dataset", "eval_dataset")
 #: Packages whose objects are no meters.
 OTHERS = ("builtins", "posttrain", "torch", "transformers", "accelerate", "tokenizers", "datasets")
-HELD = (int, float, complex, str, np.generic, np.ndarray, torch.Tensor, torch.device, torch.dtype)
-HELD += (list, tuple, dict, set, deque)
 PLAIN = (torch.Tensor, nn.Parameter)  # what has memory of its own
+#: What a meter holds.
+HELD = (
+    *(int, float, complex, str, np.generic, np.ndarray, torch.Tensor, torch.device, torch.dtype),
+    *(list, tuple, dict, set, deque),
+)
 MOVED = 2**20  # parameters of more elements stay where they are: what is moved is copied
 # Of a loss in 32 bits and in 16, how far its ratio may be from 1/2 or from 1.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5}
@@ -124,8 +127,8 @@ def restored(model: nn.Module, owner: Any) -> Iterator[None]:
     values = [part for value in values for part in _parts(value, DEPTH)]
     attributes += [(value, dict(vars(value))) for value in values if _is_meter(value)]
     contents = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in values if _is_container(v)]
-    arrays = [v for v in values if isinstance(v, np.ndarray) and v.flags.writeable and v.size <= MOVED]
-    arrays = [(array, array.copy()) for array in arrays]
+    small = [v for v in values if isinstance(v, np.ndarray) and v.flags.writeable and v.size <= MOVED]
+    arrays = [(array, array.copy()) for array in small]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     parameters = [parameter for module in modules.values() for parameter in module._parameters.values()]
     tensors += [parameter for parameter in parameters if parameter is not None]
