@@ -44,12 +44,6 @@ def switch(model: nn.Module, switched: dict[str, bool]) -> dict[str, bool]:
     return before
 
 
-def switched(model: nn.Module, since: dict[str, bool]) -> dict[str, bool]:
-    """Of the parameters that were frozen, or trained, `since` then, whether they are trained now."""
-    now = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    return {name: is_trained for name, is_trained in now.items() if is_trained != since.get(name, is_trained)}
-
-
 def is_quantized(model: nn.Module) -> bool:
     """Whether the weights of the base are stored in quantized form."""
     base = base_model(model)

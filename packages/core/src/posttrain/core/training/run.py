@@ -124,6 +124,7 @@ class Run:
         """Where this process stands, of what `Trainer.state_dict` saves."""
         control, progress, plan = self.owner.control, self.progress, self.plan
         spikes = {} if self.spikes is None else {"spikes": self.spikes.state_dict()}
+        trained = {name: parameter.requires_grad for name, parameter in unwrap(self.owner.model).named_parameters()}
         return {
             "progress": asdict(progress) | {"grad_norm": float(progress.grad_norm)},
             "plan": [plan.accumulation, plan.batches_per_epoch, plan.resized_at],
@@ -133,7 +134,7 @@ class Run:
             "cuts": 0 if self.splitter is None else self.splitter.cuts,
             "epoch_stops": control.should_epoch_stop and not progress.epoch_ended,
             "left": unanswered(control),
-            "switched": trainable.switched(unwrap(self.owner.model), self.begun),
+            "switched": {name: now for name, now in trained.items() if now != self.begun.get(name, now)},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
