@@ -164,7 +164,7 @@ class Order:
 class Stream:
     """As ``torch.Stream`` and ``torch.cuda.Stream``."""
 
-    cuda_stream = 0
+    cuda_stream = stream_id = device_index = device_type = 0
 
     def __init__(self, order: Order) -> None:
         self.order, self.clock, self.number = order, {}, next(order._numbers)

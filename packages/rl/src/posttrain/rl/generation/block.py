@@ -195,7 +195,7 @@ class Block:
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if self.is_ragged or (window is not None and self.longest >= window):
-            scores += self._seen(window, scores.shape[-1])[self.owners].unsqueeze(1)
+            scores += self._seen(window, scores.shape[-1], self.step)[self.owners].unsqueeze(1)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().view(1, groups, heads, 1).expand(rows, -1, -1, 1)], -1)
         shares = scores.softmax(-1).to(values.dtype)[..., : width + self.step + 1]
@@ -222,18 +222,20 @@ class Block:
         rows = grid.unflatten(2, (self._most, heads)).transpose(1, 2).flatten(0, 1)
         return rows if self._is_sorted else rows[self._places]
 
-    def _seen(self, window: int | None, total: int) -> torch.Tensor:
-        """(P, 1, width + slots) -inf where the rows of a prompt do not see. Made once a token."""
+    def _seen(self, window: int | None, total: int, step: int | torch.Tensor) -> torch.Tensor:
+        """(P, 1, total) -inf where the rows of a prompt do not see; `step` of their tokens are written, a number or a
+        tensor of the device. Made once a token.
+        """
         window = None if window is None or self.longest < window else window
         bias = self._biases.get(window)
         if bias is None:
             lengths, places = self.lengths.unsqueeze(1), torch.arange(total, device=self.device)
             behind = places - self.width
             is_own = behind >= 0
-            hidden = torch.where(is_own, behind > self.step, places >= lengths)
+            hidden = torch.where(is_own, behind > step, places >= lengths)
             if window is not None:
                 position = torch.where(is_own, lengths + behind, places)
-                hidden |= lengths + self.step - position >= window
+                hidden |= lengths + step - position >= window
             bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
             self._biases[window] = bias
         return bias
@@ -422,7 +424,7 @@ class FixedBlock(Block):
             scores = softcap * torch.tanh(scores / softcap)
         prompts, copies = self._shape
         shape, total = scores.shape, scores.shape[-1]
-        scores = (scores.view(prompts, -1, total) + self._seen(window, total)).view(shape)
+        scores = (scores.view(prompts, -1, total) + self._seen(window, total, self._written)).view(shape)
         if sinks is not None:  # (H,)
             sinks = sinks.float().view(1, -1, 1, shape[1], 1).expand(prompts, -1, copies, -1, -1)
             scores = torch.cat([scores, sinks.reshape(*shape[:2], 1)], -1)

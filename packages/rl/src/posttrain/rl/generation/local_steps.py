@@ -237,9 +237,10 @@ class Call:
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty != 1:
             vocabulary = base_model(steps.model).get_output_embeddings().weight.shape[0]
-            self.seen = torch.zeros(size, vocabulary, dtype=torch.bool, device=self.device)
-            for i, prompt in enumerate(prompts):
-                self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
+            seen = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
+            for row, prompt in zip(seen, prompts, strict=True):
+                row[list(set(prompt))] = True
+            self.seen = send(seen, self.device).repeat_interleave(n, 0)
         self.shifts: torch.Tensor | None = None
         if images is None:
             self.prompts_read = PromptsRead([SeenPrompt(prompt) for prompt in prompts])
