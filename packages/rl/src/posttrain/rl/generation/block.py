@@ -165,8 +165,7 @@ class Block:
             self._grow(layer, key, value)
         for slots, new in zip(self._slots[layer], (key, value), strict=True):
             slots[step].copy_(new)
-        own_keys, own_values = self.own[layer]
-        written = own_keys[:, :, : step + 1], own_values[:, :, : step + 1]
+        written = [own[:, :, : step + 1] for own in self.own[layer]]
         if softcap or sinks is not None or (window is not None and self.longest >= window):
             return self._under_a_rule(query, *prompts, *written, scale, window, softcap, sinks).reshape(rows, -1)
         bias = self._prompt_bias(query.dtype) if self.is_ragged else None
@@ -223,9 +222,7 @@ class Block:
         return rows if self._is_sorted else rows[self._places]
 
     def _seen(self, window: int | None, total: int, step: int | torch.Tensor) -> torch.Tensor:
-        """(P, 1, total) -inf where the rows of a prompt do not see; `step` of their tokens are written, a number or a
-        tensor of the device. Made once a token.
-        """
+        """(P, 1, total) -inf where rows of a prompt, with `step` tokens written, do not see. Made once a token."""
         window = None if window is None or self.longest < window else window
         bias = self._biases.get(window)
         if bias is None:
