@@ -165,7 +165,7 @@ class Block:
             self._grow(layer, key, value)
         for slots, new in zip(self._slots[layer], (key, value), strict=True):
             slots[step].copy_(new)
-        written = [own[:, :, : step + 1] for own in self.own[layer]]
+        written: Pair = self.own[layer][0][:, :, : step + 1], self.own[layer][1][:, :, : step + 1]
         if softcap or sinks is not None or (window is not None and self.longest >= window):
             return self._under_a_rule(query, *prompts, *written, scale, window, softcap, sinks).reshape(rows, -1)
         bias = self._prompt_bias(query.dtype) if self.is_ragged else None
