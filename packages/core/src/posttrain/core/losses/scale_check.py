@@ -117,9 +117,10 @@ def restored(model: nn.Module, owner: Any) -> Iterator[None]:
     meters and containers that it has: their attributes, and the elements of their tensors and arrays. ``owner.log``
     does nothing meanwhile.
     """
-    inner = [part for value in vars(owner).values() for part in _parts(value, DEPTH) if part is not model]
+    own = [value for name, value in vars(owner).items() if name not in DATA]
     # A wrapper for several processes keeps its own counts.
-    roots = [unwrap(root) for root in (model, *inner) if isinstance(root, nn.Module)]
+    inner = [part for value in own for part in _parts(value, DEPTH) if isinstance(part, nn.Module)]
+    roots = [unwrap(root) for root in (model, *inner)]
     modules = {id(part): part for root in roots for part in root.modules()}
     kept = [vars(owner)[name] for name in ("state", "control") if name in vars(owner)]
     attributes = [(thing, dict(vars(thing))) for thing in (owner, *kept, *modules.values())]
