@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from torch.nn.parallel import DistributedDataParallel
 
 from posttrain.cli import main
 from posttrain.cli.tools import memory_count, memory_mesh, memory_plan, memory_proposals
@@ -87,7 +88,7 @@ class Later(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **_):
         if state.global_step >= 1:
-            self.before = held(model) + state_bytes(optimizer)
+            self.before = held(model) + state_bytes(optimizer) + buckets(self.trainer.model_wrapped)
             self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
             self.profile.__enter__()
 
@@ -99,6 +100,12 @@ class Later(TrainerCallback):
             self.profile.__exit__(None, None, None)
             self.peak = min(self.peak, self.before + most_allocated(self.profile))
             self.weights, self.optimizer = held(model), state_bytes(optimizer)
+
+
+def buckets(model):
+    """The bytes of DDP's buckets from before the step; torch makes them anew in the second one, if at all."""
+    about = model._get_ddp_logging_data() if isinstance(model, DistributedDataParallel) else {}
+    return 0 if about.get("rebuilt_bucket_sizes") else sum(map(int, about.get("bucket_sizes", "0").split(",")))
 
 
 def most_allocated(profile: torch.profiler.profile) -> int:
@@ -145,6 +152,7 @@ def really(run: registry.Run, watch: bool = True) -> SimpleNamespace:
         peft_config=run.model.peft_config(),
         callbacks=[later] if watch else [],
     )
+    later.trainer = trainer
     # Without oneDNN's packed copies of bfloat16 weights: memory inside of kernels, which no plan knows.
     with torch.backends.mkldnn.flags(enabled=not watch):
         trainer.train()
