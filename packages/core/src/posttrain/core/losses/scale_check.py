@@ -120,8 +120,7 @@ def restored(model: nn.Module, owner: Any) -> Iterator[None]:
     own = [value for name, value in vars(owner).items() if name not in DATA]
     # A wrapper for several processes keeps its own counts.
     inner = [part for value in own for part in _parts(value, DEPTH) if isinstance(part, nn.Module)]
-    roots = [unwrap(root) for root in (model, *inner)]
-    modules = {id(part): part for root in roots for part in root.modules()}
+    modules = {id(part): part for root in (model, *inner) for part in unwrap(root).modules()}
     kept = [vars(owner)[name] for name in ("state", "control") if name in vars(owner)]
     attributes = [(thing, dict(vars(thing))) for thing in (owner, *kept, *modules.values())]
     values = [value for _, names in attributes for name, value in names.items() if name not in (*DATA, "_parameters")]
