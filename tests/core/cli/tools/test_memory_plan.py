@@ -84,11 +84,11 @@ class Later(TrainerCallback):
     Threads of gloo let go of a message when they get to it, which can only raise a peak.
     """
 
-    peak = math.inf
+    peak, trainer = math.inf, None  # the trainer, where its model may be wrapped
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **_):
         if state.global_step >= 1:
-            self.before = held(model) + state_bytes(optimizer) + buckets(self.trainer.model_wrapped)
+            self.before = held(model) + state_bytes(optimizer) + buckets(self.trainer and self.trainer.model_wrapped)
             self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
             self.profile.__enter__()
 
