@@ -39,8 +39,8 @@ WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
 ENCODER = "prompt_encoder.safetensors"
 PARTS = "weights"  # the tree of weights that every process writes its part of
-#: The adapter that is a reference policy, here and in trl.
-_REFERENCE = ("reference", "ref")
+REFERENCE = "reference"  # the adapter that is a reference policy
+_REFERENCES = (REFERENCE, "ref")  # the second is trl's
 #: Fields of an adapter's config that say where it came from, and nothing of what it computes.
 _OF_ADAPTERS_BEGINNING = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "task_type"}
 _OF_ADAPTERS_BEGINNING |= {"peft_version", "init_lora_weights", "init_weights", "parent_library"}
@@ -241,7 +241,7 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
 
     for adapter, config in adapters_of(model).items():
         if (file := _file_of_adapter(directory, adapter)) is None:
-            if adapter in _REFERENCE:  # it stays as the run began
+            if adapter in _REFERENCES:  # it stays as the run began
                 continue
             whole = ""
             if any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
@@ -283,7 +283,7 @@ def _tell_other_config(what: str, path: Path, then: dict[str, Any], now: dict[st
 
 def _file_of_adapter(directory: Path, adapter: str) -> Path | None:
     # peft writes the adapter "default" into the folder itself and every other into a subfolder.
-    folders = [directory / name for name in (_REFERENCE if adapter in _REFERENCE else (adapter, ""))]
+    folders = [directory / name for name in (_REFERENCES if adapter in _REFERENCES else (adapter, ""))]
     return next((folder / ADAPTER for folder in folders if (folder / ADAPTER).is_file()), None)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainerCallback, opt
+from posttrain.core.checkpoint.weights import REFERENCE as ADAPTER
 from posttrain.core.distributed.sharding import fill, is_in_pieces, whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
@@ -31,8 +32,6 @@ from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.models.wrapping import setting
 from posttrain.lm.images import blank_images
 from posttrain.lm.loading.loading import obey_softcap
-
-ADAPTER = "reference"
 
 
 @dataclass
