@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
@@ -111,6 +112,10 @@ class Table:
     def compute_loss__declared_and_times_the_processes(self, model, inputs, num_items_in_batch=None, **options):
         return with_its_own_count(self, model, inputs) / num_items_in_batch * self.accelerator.num_processes
 
+    def compute_loss__times_the_processes_of_a_new_state(self, model, inputs, num_items_in_batch=None, **options):
+        AcceleratorState()  # as functions of accelerate make one: it takes in the number of processes again
+        return with_its_own_count(self, model, inputs) / num_items_in_batch * self.accelerator.num_processes
+
     def compute_loss__reads_the_processes(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         ones = self.accelerator.gather(torch.ones(3))
         assert ones.view(self.accelerator.num_processes, -1).shape == (self.accelerator.num_processes, 3)
@@ -200,6 +205,22 @@ def a_script(name):
     return kind
 
 
+class Sampling(Trainer):
+    """The way of trl's GRPO: a step of its own, with inputs that it may sample, and a loss times the processes."""
+
+    prepared = 0
+
+    def _prepare_inputs(self, inputs):
+        Sampling.prepared += 1
+        return Trainer._prepare_inputs(self, inputs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return Table.training_step__of_transformers(self, model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return with_its_own_count(self, model, inputs) / num_items_in_batch * self.args.world_size
+
+
 CASES = [name for name in vars(Table) if "__" in name[2:] and not name.startswith("__")]
 #: Those that the scale of a loss goes through.
 SCALED = [name for name in CASES if name.startswith(("training_step", "compute_loss", "get_batch_samples"))]
@@ -207,19 +228,19 @@ SCALED = [name for name in CASES if name.startswith(("training_step", "compute_l
 CUTS = {"whole": (12, 1), "cut": (4, 3), "short of memory": (6, 2)}
 
 
-def steps(name, folder, size, accumulation, **changes):
+def steps(name, folder, size, accumulation, script=None, **changes):
     """Loss and gradient norm of the steps of the script `name`, which must have run."""
     options = (
         dict(per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=STEPS) | changes
     )
     args = arguments(TrainingArguments, folder, train_sampling_strategy="sequential", max_grad_norm=1e9, **options)
-    kind, model = a_script(name), tiny.causal_lm()
+    kind, model = script or a_script(name), tiny.causal_lm()
     model.pooler = nn.Linear(2, 2)  # in no loss, as BERT's in a model of embeddings
     trainer = kind(model, args, pad, tiny.token_rows(ROWS))
     if args.auto_find_batch_size:
         run_short_of_memory(trainer)
     trainer.train()
-    assert kind.ran, f"{name} was never called"
+    assert script or kind.ran, f"{name} was never called"
     return [[record["loss"], record["grad_norm"]] for record in trainer.state.log_history if "loss" in record]
 
 
@@ -264,7 +285,7 @@ def test_two_processes_make_the_steps_of_a_loop_by_hand(by_hand, tmp_path):
     done = together(2, [__file__, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert list(found) == [*SCALED, "checkpointed"]
+    assert list(found) == [*SCALED, "checkpointed", "sampling"]
     for name, of_case in found.items():
         torch.testing.assert_close(torch.tensor(of_case), torch.tensor(by_hand), rtol=2e-5, atol=0, msg=name)
 
@@ -418,6 +439,8 @@ if __name__ == "__main__":  # two processes, started by the test above
     assert torch.distributed.get_rank() == args.process_index  # scripts ask before there is a trainer
     found = {name: steps(name, folder / name, 2, 3) for name in SCALED}
     found["checkpointed"] = steps(SCALED[0], folder / "checkpointed", 2, 3, gradient_checkpointing=True)
+    found["sampling"] = steps("sampling", folder / "sampling", 2, 3, Sampling)
+    assert Sampling.prepared == STEPS * 3, Sampling.prepared  # each micro-batch once, though the loss was measured
     if torch.distributed.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -6,10 +6,12 @@ import os
 from functools import partial
 from types import SimpleNamespace
 
+import accelerate.logging
 import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from torch import nn
 
 import posttrain.core
@@ -948,13 +950,18 @@ def test_arguments_of_a_subclass_find_what_those_of_transformers_have(script):
     assert agree(run) == [{"a": 1}, True, 1]
 
 
-def test_the_state_of_accelerate_is_used_as_it_was_configured_unless_the_arguments_contradict_it(script):
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+@pytest.mark.parametrize("library", [THEIRS, OURS], ids=["theirs", "ours"])
+def test_accelerates_loggers_write_as_soon_as_there_are_arguments(library, tmp_path, caplog):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    library.TrainingArguments(tmp_path, use_cpu=True)
+    accelerate.logging.get_logger("a script").warning("There is no trainer yet.")
+    assert "There is no trainer yet." in caplog.text
 
+
+def test_the_state_of_accelerate_is_used_as_it_was_configured_unless_the_arguments_contradict_it(script):
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        Accelerator(cpu=True, mixed_precision="bf16")
+        accelerate.Accelerator(cpu=True, mixed_precision="bf16")
         asked = {"accelerator_config": {"use_configured_state": True}}
         with pytest.raises(ValueError, match="state has mixed_precision='bf16'; set bf16=True"):
             script(OURS, **asked)

@@ -11,6 +11,7 @@ import inspect
 import os
 
 import pytest
+import transformers
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
@@ -52,6 +53,12 @@ METHODS = {
     "get_batch_loss_metrics": "override compute_loss",
     "generate_from_model": "num_eval_samples writes answers of policy and reference",
 }
+#: What transformers' arguments have beside their fields and methods, and ours do not.
+OF_ARGUMENTS = {
+    "default_optim": "the default of optim",
+    "fsdp_plugin_args": "what transformers hands to accelerate's plugin; the sizes are in fsdp_config",
+    "is_torch_greater_or_equal_than_2_8": "of its own",
+}
 FIELDS = {"ORPO": {"padding_value": "padding is masked, and its value has no effect"}}
 
 
@@ -91,6 +98,16 @@ def test_the_lists_hold_nothing_that_is_there():
     assert not [name for name in ABSENT if ours(name) is not None]
     kinds = [ours(f"{name}Trainer") for name in TRAINERS]
     assert not [method for method in METHODS if all(hasattr(kind, method) for kind in kinds)]
+
+
+def test_what_scripts_read_of_arguments_is_there_or_missing_on_purpose(tmp_path):
+    theirs = transformers.TrainingArguments(tmp_path, use_cpu=True)
+    args = ours("TrainingArguments")(tmp_path, use_cpu=True)
+    public = [name for name in dir(theirs) if not name.startswith("_")]
+    assert {name for name in public if not hasattr(args, name)} == set(OF_ARGUMENTS)
+    assert (args.mixed_precision, args.deepspeed_plugin) == (theirs.mixed_precision, theirs.deepspeed_plugin)
+    args.deepspeed = {"zero_optimization": {"stage": 3}}
+    assert args.deepspeed_plugin.zero_stage == 3
 
 
 def attributes_from_the_config(kind, fields):

@@ -1,4 +1,4 @@
-"""Setters for groups of arguments, as transformers has them: ``args.set_save(strategy="epoch")``."""
+"""What scripts for transformers ask arguments for, and setters for groups: ``args.set_save(strategy="epoch")``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 from posttrain.core.config import check_field, tidy, value_of
+from posttrain.core.distributed import deepspeed, environment
 from posttrain.core.errors import ConfigError
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.trackers import LoggingArguments
@@ -17,6 +18,21 @@ class ArgumentSetters:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     #: Scripts add the names of their fields that may be written as JSON. Here each field is read so that may be a dict.
     _VALID_DICT_FIELDS: ClassVar[list[str]] = []
+    deepspeed: dict[str, Any] | str | None
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"bf16"``, ``"fp16"`` or ``"no"``."""
+        return environment.precision(self)
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """accelerate's plugin of `deepspeed`, which scripts ask for its `zero_stage`; None without DeepSpeed."""
+        if not deepspeed.is_asked_for(self.deepspeed):
+            return None
+        from accelerate.utils import DeepSpeedPlugin
+
+        return DeepSpeedPlugin(hf_ds_config=deepspeed.read(self.deepspeed))
 
     def _set(self, **values: Any) -> Self:
         values, problems = translate_old_names(type(self), values)

@@ -59,30 +59,45 @@ class Scaling:
         sum, divided by the items of all processes, is multiplied with their number, as transformers' is.
         """
         owner, objective = self.owner, self.objective
-        if objective.is_open and num_items is not None:
+        unknown = num_items if objective.is_open else None
+        if unknown is not None and override_checks.is_ours(owner, "_prepare_inputs"):
             tried = owner.prepare_inputs(copy.copy(inputs))
             with owner.compute_loss_context_manager():
-                self.find_out(model, tried, num_items, owner.count_items(tried))
-        if objective.returns_mean is not False or not objective.takes_count:
+                self.find_out(model, tried, unknown, owner.count_items(tried))
+            unknown = None
+        if unknown is None and not self._is_shared:
             yield
             return
         covered: Callable[..., Any] = owner.compute_loss
-        share = self.factor / (objective.times or 1)
 
         def compute_loss(model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
+            nonlocal unknown
+            if unknown is not None:  # a script's own `_prepare_inputs` may sample and count: what it made is measured
+                self.find_out(model, inputs, unknown, owner.count_items(inputs))
+                unknown = None
             result = covered(model, inputs, *args, **options)
             given = {**dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)), **options}
-            if given.get("num_items_in_batch") is None:
+            if given.get("num_items_in_batch") is None or not self._is_shared:
                 return result
+            share = self.factor / (objective.times or 1)
             if given.get("return_outputs"):
                 return result[0] * share, *result[1:]
             return {**result, "loss": result["loss"] * share} if isinstance(result, Mapping) else result * share
 
         with replaced(owner, "compute_loss", compute_loss), replaced(self, "covered", covered):
             yield
+        if unknown is not None:  # no loss was computed here, and the other processes wait
+            self.find_out(model, None, unknown, None)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether what `compute_loss` returns is this process' part of a sum over all."""
+        return self.objective.returns_mean is False and self.objective.takes_count
 
     def find_out(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
-        """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
+        """Find out whether `compute_loss` returns a mean: all processes together, also those without a label, and those
+        whose `inputs` are None.
+        """
         owner, own, name = self.owner, self.is_own_loss, self.owner.__class__.__name__
         if self.may_be_whole and owner.run.window_size == 1:
             return
@@ -90,9 +105,7 @@ class Scaling:
         if self.objective.times is None:
             self._count_processes(model, inputs, num_items, items)
         if kind is None:
-            ratio = scale_check.loss_ratio(
-                self.covered or owner.compute_loss, model, inputs, num_items, owner, moves=not own
-            )
+            ratio = self._ratio(model, inputs, num_items, moves=not own)
             kind = scale_check.kind_of(owner.dist.gather_object(ratio if items else None), own)
         if self.objective.settle(kind, for_good=own or self.declared is not None) and self.declared is None:
             owner.run.progress.own_count = True
@@ -103,12 +116,19 @@ class Scaling:
                 f"{name}.loss_is_scaled_for_ga = 'mixed'; to sum the losses of micro-batches instead, set it to True."
             )
 
+    def _ratio(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, **how: Any) -> tuple[float, float] | None:
+        """`scale_check.loss_ratio` of the `compute_loss` of the trainer; None without inputs."""
+        loss = self.covered or self.owner.compute_loss
+        return None if inputs is None else scale_check.loss_ratio(loss, model, inputs, num_items, self.owner, **how)
+
     @contextlib.contextmanager
     def _doubled(self) -> Iterator[None]:
         """Within this context scripts read twice as many processes; what accelerate's functions read stays."""
-        state, world = self.owner.accelerator.state, 2 * self.owner.args.world_size
+        accelerator, world = self.owner.accelerator, 2 * self.owner.args.world_size
+        processes = 2 * accelerator.num_processes
         with (
-            replaced(state, "num_processes", 2 * state.num_processes),
+            replaced(type(accelerator), "num_processes", property(lambda _: processes)),
+            replaced(accelerator.state, "num_processes", processes),  # until someone makes an `AcceleratorState`
             replaced(environment, "world_size", lambda: world),
         ):
             yield
@@ -119,9 +139,7 @@ class Scaling:
         """
         owner, ratio = self.owner, None
         try:
-            ratio = scale_check.loss_ratio(
-                self.covered or owner.compute_loss, model, inputs, num_items, owner, otherwise=self._doubled
-            )
+            ratio = self._ratio(model, inputs, num_items, otherwise=self._doubled)
         except Exception as error:  # it may cut by their number what it has gathered
             ratio = 1.0, 0.0
             logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Any
 
 import torch
@@ -50,8 +51,13 @@ def _started(args: DistributedArguments) -> tuple[Any, Any]:
 
 
 def meet_launched(args: DistributedArguments) -> None:
-    """Start the process group, and take the GPU, of a launched process: scripts use both before there is a trainer."""
-    if "LOCAL_RANK" in os.environ and environment.world_size() > 1 and not torch.distributed.is_initialized():
+    """Start the process group, and take the GPU, of a launched process: scripts use both before there is a trainer, and
+    accelerate's loggers in any.
+    """
+    if environment.world_size() == 1:
+        if accelerate := sys.modules.get("accelerate.state"):
+            accelerate.PartialState(cpu=args.use_cpu)
+    elif "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized():
         process_state(args)
 
 
