@@ -287,6 +287,26 @@ def test_a_model_that_no_run_has_trained_is_pushed_too(hub, tmp_path):
 # ---- one after another, in the background ----
 
 
+def test_a_checkpoint_of_a_scripts_own_is_uploaded_by_the_method_of_transformers(hub, tmp_path):
+    class Script(Trainer):
+        def _save_checkpoint(self, model, trial):
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            self.save_model(str(folder), _internal_call=True)
+            (folder / "mine.txt").write_text("beside the model")
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(folder)
+
+    options = {"push_to_hub": True, "hub_model_id": "me/model", "hub_token": TOKEN, "hub_strategy": "all_checkpoints"}
+    args = TrainingArguments(
+        tmp_path / "out", use_cpu=True, max_steps=2, save_strategy="steps", save_steps=1, report_to="none", **options
+    )
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 16
+    Script(tiny.causal_lm(), args, train_dataset=rows).train()
+    files = on_hub(hub)
+    for step in (1, 2):
+        assert {f"checkpoint-{step}/mine.txt", f"checkpoint-{step}/model.safetensors"} <= set(files)
+
+
 def test_pushing_does_not_wait_and_says_what_is_in_use(hub, tmp_path):
     hub.gate.clear()
     up, folder = uploader(tmp_path), make_checkpoint(tmp_path, 1)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import Run
+    from posttrain.core.training.saving import Saving
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class TrainerNames:
     evaluation_loop: Callable[..., EvalLoopOutput]
     log_metric: Callable[..., None]
     run: Run
+    saving: Saving
     save_model: Callable[..., None]
     is_in_train: bool
     get_total_train_batch_size: Callable[[TrainingArguments], int]
@@ -201,6 +203,11 @@ class TrainerNames:
     def _save_scaler(self, output_dir: str | Path) -> None:
         if self.dist.scaler is not None and self.args.should_save:
             torch.save(self.dist.scaler.state_dict(), Path(output_dir, foreign.SCALER))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str | Path) -> None:
+        """Queue for the Hub what `hub_strategy` asks for, after a `_save_checkpoint` of a script's own."""
+        if self.args.push_to_hub:
+            self.saving.upload(Path(checkpoint_folder), self.state)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """For subclasses that load weights themselves; `load_result` is what ``load_state_dict`` has returned."""
