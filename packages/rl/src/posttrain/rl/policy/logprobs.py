@@ -119,9 +119,10 @@ def shared_rows(
     inputs = Segments(tuple(lengths), tuple(parents)).model_inputs(row.shape)
     if positions is not None:
         inputs["position_ids"] = shared_positions(positions, segments_of_groups)
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
     return {
-        "completion_mask": pad_rows([[1] * len(place) for place in places], 0),
-        "completion_places": pad_rows(places, 0),
+        "completion_mask": padded([torch.ones(len(place), dtype=torch.long) for place in places]),
+        "completion_places": padded([torch.arange(place.start, place.stop) for place in places]),
         "input_ids": row,
         "shift_labels": torch.tensor([labels]),
         **inputs,
