@@ -240,7 +240,7 @@ class Reporter:
 
     def __init__(self, args: RolloutConfig, dist: Distributed, images: ImagePrompts | None) -> None:
         self.args, self.dist, self.images = args, dist, images
-        self.evaluated: list[dict[str, Any]] = []  # rows of the evaluation that goes on
+        self.evaluated: list[dict[str, Any]] = []  # rows of the evaluation that goes on, shown at its end
 
     def store(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int, tokenizer: Any) -> None:
         """Write the first ``log_trajectories`` samples of a rollout."""
@@ -249,11 +249,6 @@ class Reporter:
             path = trajectories.path_of(self.args.output_dir, self.dist.rank)
             with run_goes_on(str(path)):
                 append_lines(path, made)
-
-    def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
-        """Keep the samples of a batch until the evaluation ends."""
-        if self.args.log_completions:
-            self.evaluated += self.rows(samples, scores, advantages, step)
 
     def rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
         """A row of the table for each sample: step, prompt, completion, rewards, what functions added, advantage."""

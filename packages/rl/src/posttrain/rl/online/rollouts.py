@@ -432,7 +432,8 @@ class Rollouts:
         owner.metrics.update(summary.sums(size, self.args.pass_threshold))
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([owner.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
-        owner.reporter.collect(samples, scores, advantages, owner.state.global_step)
+        if self.args.log_completions:
+            owner.reporter.evaluated += owner.reporter.rows(samples, scores, advantages, owner.state.global_step)
         rollout = self.of(samples)
         rollout = replace(rollout, advantages=rollout.of_completions(advantages))
         rollout = owner.complete_rollout(rollout, sequences(samples))
