@@ -190,14 +190,14 @@ def make(folder, trainer="grpo", model=None, rows=RAGGED, warp=None, **changes):
 def check(folder, caplog, misses=None, **row):
     """Train one step; see above."""
     run = make(folder, **row)
-    begun, seen, before = copy.deepcopy(run.model), [], run.rollout_maker.with_logps
+    begun, seen, before = copy.deepcopy(run.model), [], run.old_logps.of
 
-    def with_logps(rollout, samples):
+    def of(rollout, samples):
         done = before(rollout, samples)
         seen.append((rollout, done[0], done[1], run.rollout_maker.logps_of(begun, done[0])[0]))
         return done
 
-    run.rollout_maker.with_logps = with_logps
+    run.old_logps.of = of
     with caplog.at_level(logging.WARNING):
         run.train()
     (rollout, done, kl, policys), *_ = seen

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from posttrain.rl.samples.samples import Sample
 from posttrain.rl.training_server import wire
 
 #: What the SDK sends for two rows, the loss "ppo" and two options.
@@ -41,8 +42,9 @@ def test_the_forward_alone_is_known():
 def test_answers_are_those_that_the_sdk_reads():
     logps = [torch.tensor([-1.5, -2.0]), torch.tensor([-0.25])]
     assert wire.forward_backward_output(logps, {"loss:sum": 2.5}) == OUTPUT
-    rows = [wire.Row([3, 1], [-0.5, -1.0], True), wire.Row([4], [-2.0], False)]
-    assert wire.sample_response(rows, torch.tensor([math.nan, -3.0])) == SAMPLES
+    one = Sample({}, "", [5], [3, 1], logps=[-0.5, -1.0], finished=True)
+    samples = [one, Sample({}, "", [5], [4], logps=[-2.0])]
+    assert wire.sample_response(samples, torch.tensor([math.nan, -3.0])) == SAMPLES
 
 
 def test_numbers_of_several_bytes_come_back():

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     )
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
     from posttrain.rl.losses.universal_logits import ULDLoss
-    from posttrain.rl.policy.bema_reference import BEMACallback
-    from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
+    from posttrain.rl.policy.reference import BEMACallback, SyncRefModelCallback, create_reference_model
     from posttrain.rl.preference.rows import (
         extract_prompt,
         maybe_extract_prompt,

@@ -300,8 +300,7 @@ def _reset(environment: Any, row: dict[str, Any]) -> Any:
     """
     what = f"{type(environment).__name__}.reset() for the row {reprlib.repr(row)}"
     try:
-        with background.naming_slow(what, "The rollout waits for it."):
-            return background.call(partial(environment.reset, **copied(row)))
+        return background.call(partial(environment.reset, **copied(row)), None, what, "The rollout waits for it.")
     except ConnectionError as error:
         raise RuntimeError(
             f"{type(environment).__name__}.reset() has failed: {type(error).__name__}: {error}. If it asks another "

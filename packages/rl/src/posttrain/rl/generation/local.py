@@ -104,8 +104,7 @@ class LocalGenerator:
             call = steps.add(prompts, n, sampling, seeds, images=images)
             if recorder is not None:
                 call.routes = Routes(recorder, prompts, n, sampling.max_new_tokens)
-            steps.run()
-            return call.completions()
+            return steps.run(call)
 
     def steps(self) -> contextlib.AbstractContextManager[LocalSteps] | None:
         """A context in which completions are begun at any time, and are written together with those that go on.
@@ -221,8 +220,7 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
 
     Whether they are is tried once for each precision, as in `problem`.
     """
-    base, tried = base_model(model), _HAVE_STEPS.setdefault(model, {})
-    parameter = next(base.parameters())
+    tried, parameter = _HAVE_STEPS.setdefault(model, {}), next(model.parameters())
     device = parameter.device.type
     key = device, parameter.dtype, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if not tried.get(key, True):
@@ -230,11 +228,12 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
     try:
         step = DecoderStep.of(model)
         if step is not None and key not in tried:
+            base = base_model(model)
             ways = (_written(model, _Trial.of(base), parameter.device, way) for way in (None, step))
             tried[key] = _gap(*ways) < tolerance(base)
     except Exception as error:  # its modules are called instead, which know what they hold
         slower = "The modules of %s are called for each token, which is slower: its weights could not be read (%s)."
-        logger.info(slower, type(base).__name__, error)
+        logger.info(slower, type(base_model(model)).__name__, error)
         tried[key] = False
     return step if tried.get(key) else None
 

@@ -103,10 +103,11 @@ class LocalSteps:
         self._calls.append(Call(self, prompts, n, sampling, seeds, most, images))
         return self._calls[-1]
 
-    def run(self) -> None:
-        """Write all completions to their ends."""
-        while self._calls:
+    def run(self, call: Call) -> Completions:
+        """All completions of `call`, written to their ends."""
+        while call.waiting or call.parts:
             self.step()
+        return call.completions()
 
     def step(self) -> list[tuple[Call, list[int]]]:
         """Write one more token of each completion; those that have ended, by their calls."""

@@ -18,7 +18,7 @@ import hashlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,20 +37,20 @@ class Ledger:
         self.path, self.engine = Path(folder) / f"samples-{rank}.jsonl", engine
 
     def began(self, max_staleness: int) -> None:
-        self._write([{"began": 0, "max_staleness": max_staleness}])
+        append_lines(self.path, [{"began": 0, "max_staleness": max_staleness}])
 
     def resumed(self, step: int, max_staleness: int) -> None:
         """A run goes on from the checkpoint of `step`."""
-        self._write([{"resumed": step, "max_staleness": max_staleness}])
+        append_lines(self.path, [{"resumed": step, "max_staleness": max_staleness}])
 
     def dropped(self, rollout: int, why: str) -> None:
-        self._write([{"rollout": rollout, "dropped": why}])
+        append_lines(self.path, [{"rollout": rollout, "dropped": why}])
 
     def used(self, samples: Sequence[Sample], rewards: Sequence[float], version: int, step: int | None) -> None:
         """`samples` are learned from in the optimizer step `step`, and perhaps later ones; None: they are left out.
         `rewards` are summed; `version` is of the weights, where samples have none.
         """
-        self._write(
+        lines = [
             {
                 "rollout": sample.rollout,
                 "sample": sample.place,
@@ -62,9 +62,7 @@ class Ledger:
                 "step": step,
             }
             for sample, reward in zip(samples, rewards, strict=True)
-        )
-
-    def _write(self, lines: Iterable[dict[str, Any]]) -> None:
+        ]
         append_lines(self.path, lines)
 
 

@@ -15,7 +15,7 @@ from posttrain.rl.losses import policy_losses
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.policy.logprobs import logp_gaps
 from posttrain.rl.policy.reference import start_problem
-from posttrain.rl.samples.samples import Rollout
+from posttrain.rl.samples.samples import Rollout, Sample, sequences
 
 if TYPE_CHECKING:
     from posttrain.rl.online.trainer import RolloutTrainer
@@ -48,25 +48,23 @@ class OldLogps:
         recomputes: the engine's log-probabilities were found to be others than the policy's.
         compared: this run has compared them.
         starts_at_reference: the reference should be the policy of the first optimizer step.
-        begins: (N, C) what the policy gives there, to be compared with the reference.
     """
 
     def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:
         self.owner, self.args, self.dist = owner, args, owner.dist
         self.recomputes, self.compared, self.starts_at_reference = False, True, False
-        self.begins: torch.Tensor | None = None
 
     def begin_run(self) -> None:
         self.recomputes = self.compared = False
 
-    def of(self, rollout: Rollout, is_exact: bool) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with what the loss reads, (N, C) log-probabilities of the old policy where they are known). With
-        `is_exact` the engine declares its own exact. Raises ValueError where completions of earlier weights cannot be
-        weighted.
+    def of(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
+        """(`rollout`, of `samples`, with the log-probabilities of the old and the reference policy that the loss reads;
+        their KL, (N,), if requested). Raises ValueError where completions of earlier weights cannot be weighted, or the
+        reference is not what the policy begins with.
         """
-        owner, needs_old = self.owner, self.owner.needs_old_logps
+        owner, needs_old, samples = self.owner, self.owner.needs_old_logps, sequences(samples)
         sampled, stale, quantile = rollout.sampling_logps, rollout.versions is not None, 1 - owner.top_entropy_quantile
-        declared = is_exact and sampled is not None and self.dist.precision == "no"
+        declared = all(one.is_exact for one in samples) and sampled is not None and self.dist.precision == "no"
         exact = declared and not stale and not self.recomputes
         wants = not exact and not self.recomputes and owner._corrects_engine
         corrects = wants and sampled is not None
@@ -74,7 +72,7 @@ class OldLogps:
             raise ValueError(NO_LOGPS.format(type(owner.generator).__name__))
         first, self.compared = not self.compared, True
         starts, self.starts_at_reference = first and self.starts_at_reference and owner.state.global_step == 0, False
-        old, self.begins = sampled if exact else None, None
+        old, begins = sampled if exact else None, None
         asked = (needs_old or owner.needs_kl_of_samples) and (first or old is None)
         if quantile > 0 or corrects or starts or asked:
             found = owner.rollout_maker.logps_of(owner.model, rollout, quantile > 0)
@@ -87,8 +85,14 @@ class OldLogps:
             if sampled is not None and old is not None and corrects:
                 weights = correction(old, sampled, rollout.loss_mask, self.args, owner.metrics)
                 rollout = replace(rollout, correction=weights)
-            self.begins = found[0] if starts else None
-        return replace(rollout, old_logps=old if needs_old or corrects else None), old
+            begins = found[0] if starts else None
+        rollout = replace(rollout, old_logps=old if needs_old or corrects else None)
+        rollout, kl = owner.complete_rollout(rollout, samples), None
+        if begins is not None:
+            self.check_reference(rollout, begins)
+        if owner.needs_kl_of_samples and old is not None and rollout.ref_logps is not None:
+            kl = ((old - rollout.ref_logps) * rollout.loss_mask).sum(1)
+        return rollout, kl
 
     def check_reference(self, rollout: Rollout, begins: torch.Tensor) -> None:
         """Raise ValueError where the reference is not the policy, whose log-probabilities `begins` are: (N, C)."""

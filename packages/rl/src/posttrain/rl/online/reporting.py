@@ -210,12 +210,6 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     return None
 
 
-def log_staleness(metrics: Metrics, ages: torch.Tensor) -> None:
-    """Log the (tokens,) optimizer steps between the weights that wrote trained tokens and the present one."""
-    metrics.add_sum("staleness/mean", float(ages.sum()), len(ages))
-    metrics.add_extreme("staleness/max", float(ages.max()), "max")
-
-
 def log_clipping(
     metrics: Metrics,
     ratio: torch.Tensor,
@@ -246,10 +240,7 @@ class Reporter:
 
     def __init__(self, args: RolloutConfig, dist: Distributed, images: ImagePrompts | None) -> None:
         self.args, self.dist, self.images = args, dist, images
-        self.evaluated: list[dict[str, Any]] = []  # rows of the evaluation that goes on
-
-    def report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
-        self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
+        self.evaluated: list[dict[str, Any]] = []  # rows of the evaluation that goes on, shown at its end
 
     def store(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int, tokenizer: Any) -> None:
         """Write the first ``log_trajectories`` samples of a rollout."""
@@ -259,16 +250,7 @@ class Reporter:
             with run_goes_on(str(path)):
                 append_lines(path, made)
 
-    def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
-        """Keep the samples of a batch until the evaluation ends."""
-        if self.args.log_completions:
-            self.evaluated += self._rows(samples, scores, advantages, step)
-
-    def report_evaluation(self, description: str, prefix: str, step: int) -> None:
-        if self.args.log_completions:
-            self._show(self.evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
-
-    def _rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
+    def rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
         """A row of the table for each sample: step, prompt, completion, rewards, what functions added, advantage."""
         made = []
         for i, sample in enumerate(samples):
@@ -281,8 +263,10 @@ class Reporter:
             made.append(row)
         return made
 
-    def _show(self, rows: list[dict[str, Any]], title: str, stem: str, step: int) -> None:
-        """Print, write and track `rows` of all processes."""
+    def show(self, rows: list[dict[str, Any]], title: str, stem: str, step: int) -> None:
+        """Print, write and track `rows` of all processes, where that is asked for."""
+        if not self.args.log_completions:
+            return
         rows = [row for part in self.dist.gather_object(rows) for row in part]
         if not (rows and self.dist.is_main):
             return

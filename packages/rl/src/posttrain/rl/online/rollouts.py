@@ -27,7 +27,7 @@ from posttrain.core.training.plan import Plan
 from posttrain.core.training.preemption import Left
 from posttrain.rl.losses import credit
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
-from posttrain.rl.online import reporting, setup
+from posttrain.rl.online import setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background, Scored, Turns
 from posttrain.rl.online.curriculum import NUMBER, Curriculum, passed
@@ -236,7 +236,8 @@ class Rollouts:
         """The scores of completed samples, once for the processes that have the same ones; logs them."""
         owner, clock = self.owner, self.owner.clock
         with self._scoring, clock("score"):
-            scores: Scores = owner.dist.on_first(partial(owner.score, samples))
+            score = partial(owner.score, samples)
+            scores: Scores = owner.dist.on_first(score) if owner.dist.peers > 1 else score()
         scores = replace(scores, names=owner.rewards.names, weights=owner.rewards.weights)
         if owner.environments.factories:
             owner.environments.give_back(samples)
@@ -338,7 +339,7 @@ class Rollouts:
             metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
         samples, scores = self.with_signal(*scored, batches) if self.args.dynamic_sampling else scored
         self._until_left = operator.call  # what follows changes more
-        rollout, kl = self.with_logps(self.of(samples), samples)
+        rollout, kl = owner.old_logps.of(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
         everyone = Summary.of(samples, scores, kl)
@@ -361,11 +362,14 @@ class Rollouts:
             at_tokens = credit.of_tokens(by_turn[own], samples)
         advantages = advantages[own]
         if rollout.versions is not None and rollout.loss_mask.any():
-            reporting.log_staleness(metrics, step - rollout.versions[rollout.loss_mask])
+            ages = step - rollout.versions[rollout.loss_mask]  # (trained tokens,) optimizer steps
+            metrics.add_sum("staleness/mean", float(ages.sum()), len(ages))
+            metrics.add_extreme("staleness/max", float(ages.max()), "max")
         if self.ledger is not None:
             self.ledger.used(samples, scores.totals.tolist(), owner.sampler.version, step + 1)
         if self.args.log_completions:
-            owner.reporter.report_rollout(samples, scores, advantages, step)
+            rows = owner.reporter.rows(samples, scores, advantages, step)
+            owner.reporter.show(rows, f"Step {step}", "completions", step)
         if self.args.log_trajectories:
             owner.reporter.store(samples, scores, advantages, step + 1, owner.codec.tokenizer)
         return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
@@ -381,17 +385,6 @@ class Rollouts:
                 "process (use_vllm=True, vllm_mode='colocate'), or set router_replay=False."
             )
         return Rollout.of(samples, self.args.mask_truncated_completions, sampler.image_token_id)
-
-    def with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
-        owner, samples = self.owner, sequences(samples)
-        rollout, old = owner.old_logps.of(rollout, all(sample.is_exact for sample in samples))
-        rollout, kl = owner.complete_rollout(rollout, samples), None
-        if owner.old_logps.begins is not None:
-            owner.old_logps.check_reference(rollout, owner.old_logps.begins)
-        if owner.needs_kl_of_samples and old is not None and rollout.ref_logps is not None:
-            kl = ((old - rollout.ref_logps) * rollout.loss_mask).sum(1)
-        return rollout, kl
 
     def logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
         """[(N, C) log-probabilities, (N, C) entropies] under the current `model`, without dropout; on the CPU."""
@@ -439,7 +432,8 @@ class Rollouts:
         owner.metrics.update(summary.sums(size, self.args.pass_threshold))
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([owner.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
-        owner.reporter.collect(samples, scores, advantages, owner.state.global_step)
+        if self.args.log_completions:
+            owner.reporter.evaluated += owner.reporter.rows(samples, scores, advantages, owner.state.global_step)
         rollout = self.of(samples)
         rollout = replace(rollout, advantages=rollout.of_completions(advantages))
         rollout = owner.complete_rollout(rollout, sequences(samples))

@@ -51,11 +51,10 @@ from posttrain.rl.online.reporting import Reporter
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.online.trajectories import replayed
-from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import cast_head, refuse_other_models
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
-from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, set_up_reference
+from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, movers, set_up_reference
 from posttrain.rl.rewards.scorers import RewardModel, functions_by_name
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts, can_see
@@ -526,7 +525,8 @@ class RolloutTrainer(LanguageModelTrainer):
         if not self.is_in_train:
             self.sampler.synced_at = None  # the weights may have changed
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        self.reporter.report_evaluation(description, metric_key_prefix, self.state.global_step)
+        step, stem = self.state.global_step, f"{metric_key_prefix}_completions"
+        self.reporter.show(self.reporter.evaluated, f"{description} at step {step}", stem, step)
         return output._replace(metrics=reporting.with_errors(output.metrics or {}))
 
     def prediction_step(
@@ -587,8 +587,8 @@ class RolloutTrainer(LanguageModelTrainer):
             return None
         given = self.given_reference if isinstance(self.given_reference, nn.Module) else None
         self.old_logps.starts_at_reference = given is None
-        movers = bema_reference.movers(self.callback_handler.callbacks, self.model)
-        return set_up_reference(self.model, given, fresh_adapter, self.args, self.dist, movers)
+        own = movers(self.callback_handler.callbacks, self.model)
+        return set_up_reference(self.model, given, fresh_adapter, self.args, self.dist, own)
 
     def _ends_of_calls(self) -> set[int]:
         """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""

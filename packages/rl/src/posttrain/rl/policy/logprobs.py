@@ -119,9 +119,12 @@ def shared_rows(
     inputs = Segments(tuple(lengths), tuple(parents)).model_inputs(row.shape)
     if positions is not None:
         inputs["position_ids"] = shared_positions(positions, segments_of_groups)
+    starts, sizes = torch.tensor([[place.start, len(place)] for place in places]).view(-1, 2, 1).unbind(1)
+    number = torch.arange(max(map(len, places)))
+    mask = (number < sizes).long()
     return {
-        "completion_mask": pad_rows([[1] * len(place) for place in places], 0),
-        "completion_places": pad_rows(places, 0),
+        "completion_mask": mask,
+        "completion_places": (starts + number) * mask,
         "input_ids": row,
         "shift_labels": torch.tensor([labels]),
         **inputs,

@@ -34,7 +34,6 @@ from posttrain.lm.images.vision import VisionProcessor
 from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
 from posttrain.lm.trainer import LanguageModelTrainer
-from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy import reference as references
 from posttrain.rl.policy.loading import refuse_other_models
 from posttrain.rl.policy.logprobs import CompletionScores, Encoder, score_completions, sharing_problem
@@ -143,7 +142,7 @@ class PreferenceTrainer(LanguageModelTrainer):
             return
         args, given = references.arguments_of(self.args), parts.ref_model
         is_fresh = parts.peft_config is not None and not loading.is_adapter(parts.model)
-        movers = bema_reference.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
+        movers = references.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
         plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
         self._starts_at_reference = given is None and plain
         if args.precompute_ref_log_probs and given is None and self.model_init is not None:

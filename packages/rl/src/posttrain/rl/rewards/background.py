@@ -92,21 +92,23 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
+def call(function: Callable[[], Any], timeout: float | None = None, what: str = "", remedy: str = "") -> Any:
     """``function()``, awaited where it is async. Raises TimeoutError after so many seconds: in the main thread, the
-    function is interrupted; elsewhere it keeps running, and its result is dropped.
+    function is interrupted; elsewhere it keeps running, and its result is dropped. For `what` and `remedy` see
+    `naming_slow`; "": it is not named.
     """
-    if timeout is None:
-        result = function()
-    elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
-        with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
+    with naming_slow(what, remedy) if what else contextlib.nullcontext():
+        if timeout is None:
             result = function()
-    else:
-        done = in_thread(function)
-        if not wait({done}, timeout).done:
-            raise TimeoutError(too_long(timeout))
-        result = done.result()
-    return wait_for(result, timeout) if inspect.isawaitable(result) else result
+        elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
+            with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
+                result = function()
+        else:
+            done = in_thread(function)
+            if not wait({done}, timeout).done:
+                raise TimeoutError(too_long(timeout))
+            result = done.result()
+        return wait_for(result, timeout) if inspect.isawaitable(result) else result
 
 
 @contextlib.contextmanager

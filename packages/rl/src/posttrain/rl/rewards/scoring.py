@@ -227,9 +227,8 @@ class Rewards:
         """What a function returned, `size` numbers, Nones or rewards of turns."""
         # Lists of their own, so that a function that changes them changes nothing here.
         own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-        remedy = f"reward_timeout={self.options.reward_timeout} bounds it."
-        with background.naming_slow(f"The reward function {self.names[number]!r}", remedy):
-            returned = background.call(partial(self.functions[number], **own), self._limits[number])
+        slow = f"The reward function {self.names[number]!r}", f"reward_timeout={self.options.reward_timeout} bounds it."
+        returned = background.call(partial(self.functions[number], **own), self._limits[number], *slow)
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):

@@ -58,11 +58,8 @@ def _spans(text: str, encoded: Any) -> list[Span]:
 
 def pad_byte_offsets(offsets: Sequence[Span], target_length: int, padding_side: str = "right") -> torch.Tensor:
     """(T, 2) of the spans of one row, with (0, 0) on `padding_side`."""
-    return torch.stack([pad_rows([part], 0, padding_side, least=target_length)[0] for part in _columns(offsets)], -1)
-
-
-def _columns(offsets: Sequence[Span]) -> tuple[list[int], list[int]]:
-    return [start for start, _ in offsets], [end for _, end in offsets]
+    sides = [start for start, _ in offsets], [end for _, end in offsets]
+    return torch.stack([pad_rows([side], 0, padding_side, least=target_length)[0] for side in sides], -1)
 
 
 def build_teacher_inputs_from_texts(

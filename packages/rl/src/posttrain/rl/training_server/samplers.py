@@ -41,7 +41,8 @@ class Request:
 
     Attributes:
         seeds: of its completions, one each. scored: tokens at the end of the prompt whose log-probabilities are wanted.
-        prompt_logps: where these go, (P,) with NaN; None: they are not asked for. rows: what has ended, by its number.
+        prompt_logps: where these go, (P,) with NaN; None: they are not asked for. samples: those that have
+            ended, by number.
     """
 
     prompt: list[int]
@@ -50,19 +51,19 @@ class Request:
     scored: int = 0
     prompt_logps: Any = None
     answer: Future[bytes] = field(default_factory=Future)
-    rows: dict[int, wire.Row] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)
 
     def turns(self) -> list[tuple[tuple[Request, int], Sample, Sampling]]:
         """Its completions, as they are asked for."""
         samples = [Sample({}, "", self.prompt, seed=seed) for seed in self.seeds]
         return [((self, number), sample, self.sampling) for number, sample in enumerate(samples)]
 
-    def add(self, number: int, *row: Any) -> None:
+    def add(self, number: int, sample: Sample) -> None:
         """Take a completion down; with the last, `answer` is given."""
-        self.rows[number] = wire.Row(*row)
-        if len(self.rows) == len(self.seeds):
-            rows = [self.rows[number] for number in range(len(self.seeds))]
-            self.answer.set_result(wire.sample_response(rows, self.prompt_logps))
+        self.samples[number] = sample
+        if len(self.samples) == len(self.seeds):
+            samples = [self.samples[number] for number in range(len(self.seeds))]
+            self.answer.set_result(wire.sample_response(samples, self.prompt_logps))
 
 
 class Samplers:
@@ -127,7 +128,7 @@ class Samplers:
                 while new or turns:
                     turns.begin([turn for request in new for turn in request.turns()])
                     for (request, number), sample in turns.step():
-                        request.add(number, sample.ids, sample.logps or [], sample.finished)
+                        request.add(number, sample)
                     came = [] if later else take()
                     later += [one for one in came if one.scored]  # which the attention of the turns would not do
                     new = [one for one in came if not one.scored]

@@ -9,9 +9,11 @@ import itertools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from posttrain.rl.samples.samples import Sample
 
 CONTENT_TYPE = "application/x-protobuf"
 NUMBER, DOUBLE, SIZED = 0, 1, 2
@@ -148,18 +150,10 @@ def forward_backward_output(logps: Sequence[torch.Tensor], metrics: Mapping[str,
     return write([(1, "ArrayRecord"), (2, record), *pairs])
 
 
-class Row(NamedTuple):
-    """A completion: its tokens, their log-probabilities, and whether it ended before its greatest length."""
-
-    ids: list[int]
-    logps: list[float]
-    finished: bool
-
-
-def sample_response(rows: Sequence[Row], prompt_logps: torch.Tensor | None) -> bytes:
+def sample_response(samples: Sequence[Sample], prompt_logps: torch.Tensor | None) -> bytes:
     """Completions, and log-probabilities of their prompt, (P,) with NaN where there is none; None: not asked for."""
     fields: list[tuple[int, Value]] = []
-    for ids, logps, finished in rows:
-        tokens, values = struct.pack(f"<{len(ids)}i", *ids), _floats(torch.tensor(logps))
-        fields.append((1, write([*[(1, 1)] * (not finished), (2, tokens), (3, values)])))
+    for one in samples:
+        tokens, values = struct.pack(f"<{len(one.ids)}i", *one.ids), _floats(torch.tensor(one.logps or []))
+        fields.append((1, write([*[(1, 1)] * (not one.finished), (2, tokens), (3, values)])))
     return write(fields if prompt_logps is None else [*fields, (2, _floats(prompt_logps))])
