@@ -27,7 +27,7 @@ from posttrain.core.fields.choices import ChoiceOfEnum
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked
 from posttrain.core.hub.uploads import HubArguments
-from posttrain.core.logging import noise
+from posttrain.core.logging import terminal
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.optim import builder, lr_scheduler
@@ -212,7 +212,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
 
     def __post_init__(self) -> None:
-        noise.quiet()
+        terminal.quiet()
         self.validate()
         strategies.meet_launched(self)
 
