@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,21 +29,19 @@ def imagined(processes: int) -> Iterator[None]:
     if processes == 1:
         yield
         return
+    from accelerate.utils import patch_environment
     from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    variables = {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-        # torch keeps by mesh what operations on divided tensors give, and takes one for another whose groups are gone.
-        debug._clear_sharding_prop_cache()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with patch_environment(world_size=processes, rank=0, local_rank=0):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+            # torch keeps by mesh what operations on divided tensors give, and takes one for another whose groups are
+            # gone.
+            debug._clear_sharding_prop_cache()
 
 
 def processes() -> int:
