@@ -189,9 +189,11 @@ def test_noise_of_other_libraries_is_left_out_and_their_other_messages_are_not(c
     log.warning("Failed to load CPU gemm_4bit_forward from somewhere: %s", "no kernels")
     log.warning("The weights are broken.")
     assert caplog.messages == ["The weights are broken."]
+    filters = len(log.filters)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         terminal.quiet()
         warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
         warnings.warn("Another one", FutureWarning, stacklevel=1)
     assert [str(one.message) for one in seen] == ["Another one"]
+    assert len(log.filters) == filters  # each config asks for silence

@@ -86,7 +86,11 @@ def quiet() -> None:
     for name in MESSAGES:
         # A filter of a logger does not see what its children log, and libraries log in modules.
         for logger in (name, f"{name}.backends.cpu.ops"):
-            logging.getLogger(logger).addFilter(lambda record: not str(record.msg).startswith(tuple(MESSAGES.values())))
+            logging.getLogger(logger).addFilter(_is_news)  # once, however often this is called
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(tuple(MESSAGES.values()))
 
 
 class Repeats:
