@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,16 +150,14 @@ class LiveBytes(TorchDispatchMode):
         """What is made in here is on the host."""
         return replaced(self, "_makes_on_host", True)
 
-    @contextlib.contextmanager
-    def saves_on_host(self) -> Iterator[None]:
+    def saves_on_host(self) -> contextlib.AbstractContextManager[None]:
         """What is saved in here for the backward pass waits for it on the host."""
 
         def away(tensor: torch.Tensor) -> torch.Tensor:
             with self.on_host():
                 return torch.empty_like(tensor)
 
-        with torch.autograd.graph.saved_tensors_hooks(away, torch.empty_like):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(away, torch.empty_like)
 
     def _count(self, held: _Held, size: int) -> None:
         """The storage now takes `size` bytes."""

@@ -10,7 +10,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,13 +32,16 @@ WARNINGS = (
 )
 
 
-def bars_aside() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def bars_aside() -> Iterator[None]:
     """Within, the terminal is free of tqdm's bars."""
     if "tqdm" not in sys.modules:  # then there is no bar
-        return contextlib.nullcontext()
+        yield
+        return
     from tqdm import tqdm
 
-    return tqdm.external_write_mode()
+    with tqdm.external_write_mode():
+        yield
 
 
 def write(text: str) -> None:
