@@ -9,7 +9,7 @@ import torch
 from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint.elastic import starting_point
 from posttrain.core.checkpoint.store import Store
-from posttrain.core.distributed import arguments, attempts
+from posttrain.core.distributed import arguments, waits
 from posttrain.core.errors import CheckpointError, ConfigError
 from tests.distributed import elastic
 
@@ -80,20 +80,20 @@ def test_the_processes_of_a_start_agree_on_a_name_whatever_earlier_ones_have_lef
 
     def start(size):
         with ThreadPoolExecutor(size) as pool:
-            asked = [pool.submit(attempts.agreed_name, store, rank, size, 20) for rank in reversed(range(size))]
+            asked = [pool.submit(waits.agreed_name, store, rank, size, 20) for rank in reversed(range(size))]
             return {one.result() for one in asked}
 
     found = [start(size) for size in (4, 4, 2, 4, 1)]
     assert all(len(names) == 1 for names in found) and len(set.union(*found)) == 5
     with pytest.raises(TimeoutError, match="no word from ranks 1"):
-        attempts.agreed_name(store, 0, 2, 0.1)
+        waits.agreed_name(store, 0, 2, 0.1)
 
 
 def test_only_a_job_that_restarts_with_one_store_needs_a_name():
     own = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "1"}
-    assert attempts.init_method(own) == "posttrain-attempt://"
-    assert attempts.init_method(own | {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
-    assert attempts.init_method(own | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is attempts.init_method({}) is None
+    assert waits.init_method(own) == "posttrain-attempt://"
+    assert waits.init_method(own | {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    assert waits.init_method(own | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) is waits.init_method({}) is None
 
 
 @pytest.mark.slow

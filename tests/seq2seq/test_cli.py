@@ -8,7 +8,7 @@ import json
 import pytest
 
 from posttrain.cli import main
-from posttrain.cli.tools import evaluate_rows, load
+from posttrain.cli.tools import evaluate, load
 from posttrain.core import registry
 from posttrain.seq2seq.cli import METHOD
 from tests import tiny
@@ -70,8 +70,8 @@ def test_what_is_printed_at_the_end_of_a_run_measures_its_model(adapter, run_fil
 
 def test_the_likeliest_choice_after_a_source_is_found(run_file):
     model, tokenizer = load.load("model", device="cpu")
-    question = evaluate_rows.Question("the cat", None, ("sat", "a dog ran"), 0)
-    scores = evaluate_rows.choice_scores(model, tokenizer, question)
+    question = evaluate.Question("the cat", None, ("sat", "a dog ran"), 0)
+    scores = evaluate.choice_scores(model, tokenizer, question)
     for (total, count), text in zip(scores, question.choices, strict=True):
         labels = tokenizer(f" {text}", return_tensors="pt", add_special_tokens=False)["input_ids"]
         loss = model(**tokenizer("the cat", return_tensors="pt"), labels=labels).loss.detach()

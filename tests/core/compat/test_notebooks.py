@@ -5,7 +5,7 @@ import json
 import pytest
 
 from posttrain.cli import main
-from posttrain.compat.notebooks import Notebook
+from posttrain.compat.migration import Notebook
 
 MAGICS = [
     "%%capture\n!pip install -q trl peft",

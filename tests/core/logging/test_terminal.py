@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.core import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from posttrain.core.callbacks import PrinterCallback
-from posttrain.core.logging import noise, terminal
+from posttrain.core.logging import terminal
 from posttrain.core.logging.trackers import set_verbosity
 from tests import tiny
 from tests.contract.trainers import arguments, pad
@@ -181,7 +181,7 @@ def test_a_warning_that_repeats_is_written_once_and_counted(capsys, monkeypatch)
 
 
 def test_noise_of_other_libraries_is_left_out_and_their_other_messages_are_not(caplog, monkeypatch):
-    noise.quiet()
+    terminal.quiet()
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     for name in ("bitsandbytes", "bitsandbytes.backends", "bitsandbytes.backends.cpu", log.name):  # as if not imported
         for attribute, value in {"propagate": True, "disabled": False, "level": logging.NOTSET}.items():
@@ -189,9 +189,11 @@ def test_noise_of_other_libraries_is_left_out_and_their_other_messages_are_not(c
     log.warning("Failed to load CPU gemm_4bit_forward from somewhere: %s", "no kernels")
     log.warning("The weights are broken.")
     assert caplog.messages == ["The weights are broken."]
+    filters = len(log.filters)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        noise.quiet()
+        terminal.quiet()
         warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
         warnings.warn("Another one", FutureWarning, stacklevel=1)
     assert [str(one.message) for one in seen] == ["Another one"]
+    assert len(log.filters) == filters  # each config asks for silence

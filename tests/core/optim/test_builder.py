@@ -13,11 +13,10 @@ from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
-from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.builder import OPTIMIZERS
 from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, REFUSED, target_matrices
-from posttrain.core.optim.galore import SIDES, galore, projection
 from posttrain.core.optim.layerwise import Layerwise
+from posttrain.core.optim.low_rank import SIDES, Apollo, galore, projection
 from posttrain.core.optim.resumable import adafactor_class
 from tests import tiny
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from posttrain.cli import main
-from posttrain.cli.tools import chat, evaluate_rows, export, load, serve
+from posttrain.cli.tools import chat, evaluate, export, load, serve
 from posttrain.core.errors import ConfigError, DataError
 from tests import tiny
 from tests.core.cli.tools.test_after_training import TEMPLATE
@@ -51,8 +51,8 @@ def test_answers_are_compared_and_written_and_a_judge_scores_them(base, tmp_path
 
 def test_the_likeliest_choice_is_the_one_with_the_largest_log_likelihood(base):
     model, tokenizer = load.load(base)
-    question = evaluate_rows.Question("Two and two are", None, ("four", "a bird and a half"), 0)
-    scores = evaluate_rows.choice_scores(model, tokenizer, question)
+    question = evaluate.Question("Two and two are", None, ("four", "a bird and a half"), 0)
+    scores = evaluate.choice_scores(model, tokenizer, question)
     prompt = tokenizer("Two and two are")["input_ids"]
     for choice, (score, count) in zip(question.choices, scores, strict=True):
         ids = tokenizer(" " + choice, add_special_tokens=False)["input_ids"]
@@ -60,7 +60,7 @@ def test_the_likeliest_choice_is_the_one_with_the_largest_log_likelihood(base):
             logps = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         alone = float(logps.gather(1, torch.tensor(ids)[:, None]).sum())
         assert score == pytest.approx(alone, abs=1e-4) and count == len(ids)
-    metrics, rows = evaluate_rows.evaluate(model, tokenizer, [question])
+    metrics, rows = evaluate.evaluate_rows(model, tokenizer, [question])
     assert metrics["accuracy"] == float(scores[0][0] > scores[1][0]) and rows[0]["right"] == 0
 
 
@@ -69,7 +69,7 @@ def test_the_likeliest_choice_is_the_one_with_the_largest_log_likelihood(base):
 )
 def test_the_right_choice_is_named_by_number_letter_or_text(base, answer):
     tokenizer = load.load(base)[1]
-    [one] = evaluate_rows.questions([{"question": "Is it?", "choices": ["yes", "no"], **answer}], tokenizer)
+    [one] = evaluate.questions([{"question": "Is it?", "choices": ["yes", "no"], **answer}], tokenizer)
     assert one.right == 1 and one.prompt == [{"role": "user", "content": "Is it?"}]
 
 
@@ -86,7 +86,7 @@ def test_the_right_choice_is_named_by_number_letter_or_text(base, answer):
     ],
 )
 def test_of_a_pair_the_chosen_answer_is_the_right_choice(base, row):
-    [one] = evaluate_rows.questions([row], load.load(base)[1])
+    [one] = evaluate.questions([row], load.load(base)[1])
     assert one.prompt in ("A dog", [{"role": "user", "content": "A dog"}]) and one.right == 0
     assert [choice.strip() for choice in one.choices] == ["sat", "sold"]
 
@@ -105,13 +105,13 @@ def test_a_reward_model_is_measured_on_pairs_and_asked_for_nothing_else(base, tm
     write(tmp_path / "pairs.jsonl", [{"chosen": one, "rejected": other} for one, other in (talks, talks[::-1])])
     for folder in ("reward", "adapter"):
         scored, tokenizer = load.load(folder, may_score=True)
-        question = evaluate_rows.Question(talks[0][:1], None, ("sat", "sold"), 0)
+        question = evaluate.Question(talks[0][:1], None, ("sat", "sold"), 0)
         with torch.no_grad():
             alone = [
                 scored(torch.tensor([tokenizer.apply_chat_template(t, return_dict=True)["input_ids"]])).logits.item()
                 for t in talks
             ]
-        assert [score for score, _ in evaluate_rows.rewards(scored, tokenizer, question)] == alone
+        assert [score for score, _ in evaluate.rewards(scored, tokenizer, question)] == alone
         assert main(["evaluate", folder, "--data", "pairs.jsonl"]) == 0
         assert capsys.readouterr().out == "2 rows\n  accuracy       0.5000\n"
         assert main(["chat", folder]) == 2 and "is a reward model" in capsys.readouterr().err
@@ -129,11 +129,9 @@ def test_prompts_alone_are_not_measured_in_silence(base, tmp_path, capsys):
 
 
 def test_numbers_after_four_hashes_are_compared_and_rows_without_an_answer_named(base):
-    assert evaluate_rows.matches("so it is 1,072.", "70 + 1002\n#### 1072") and not evaluate_rows.matches(
-        "7", "#### 72"
-    )
+    assert evaluate.matches("so it is 1,072.", "70 + 1002\n#### 1072") and not evaluate.matches("7", "#### 72")
     with pytest.raises(DataError, match="row 0 has no prompt with an answer or choices"):
-        evaluate_rows.questions([{"a": "b"}], load.load(base)[1])
+        evaluate.questions([{"a": "b"}], load.load(base)[1])
 
 
 def test_one_file_of_a_run_names_its_model_and_its_evaluation_rows(base, tmp_path, capsys):

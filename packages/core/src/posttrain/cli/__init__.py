@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, ConfigError, DataError
-from posttrain.core.logging import noise, terminal
+from posttrain.core.logging import terminal
 
 #: Each is a module of `posttrain.cli.tools`, but for `train`: ``run(words)`` takes the words after its name and returns
 #: the exit status, None for 0. It raises `ConfigError` where they are not those of the module's `HELP`, `DataError`
@@ -99,7 +99,7 @@ def _reader_has_gone() -> bool:
 
 def _quiet_others() -> None:
     """Leave out what libraries tell each other's developers, and progress bars where they would go into a file."""
-    noise.quiet()
+    terminal.quiet()
     if not terminal.is_terminal(sys.stderr):
         for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")

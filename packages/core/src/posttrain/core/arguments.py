@@ -27,7 +27,7 @@ from posttrain.core.fields.choices import ChoiceOfEnum
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked
 from posttrain.core.hub.uploads import HubArguments
-from posttrain.core.logging import noise
+from posttrain.core.logging import terminal
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.optim import builder, lr_scheduler
@@ -212,7 +212,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
 
     def __post_init__(self) -> None:
-        noise.quiet()
+        terminal.quiet()
         self.validate()
         strategies.meet_launched(self)
 
@@ -453,8 +453,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         """Warm-up steps in a run of `num_training_steps`."""
         return lr_scheduler.warmup_steps(self, num_training_steps)
 
-    @contextlib.contextmanager
-    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+    def main_process_first(self, local: bool = True, desc: str = "work") -> contextlib.AbstractContextManager[None]:
         """Run the block on the main process first, so that the others find its results in a cache.
 
         Args:
@@ -462,12 +461,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             desc: a description for the log.
         """
         if self.world_size == 1:
-            yield
-            return
+            return contextlib.nullcontext()
         logging.getLogger(__name__).debug("The main process goes first with: %s", desc)
         # Starts the process group if there is none; the trainer uses it later.
-        with strategies.make_strategy(self).main_first(local):
-            yield
+        return strategies.make_strategy(self).main_first(local)
 
     # ---- as plain data ----
 

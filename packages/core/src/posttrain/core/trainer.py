@@ -24,7 +24,7 @@ from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback, as_list
 from posttrain.core.checkpoint import Store, codec, weights
-from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
+from posttrain.core.checkpoint.manager import CheckpointManager
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import explain_lookup
 from posttrain.core.data.loaders import Loaders, keep_columns
@@ -49,6 +49,8 @@ from posttrain.core.training.saving import Saving
 from posttrain.core.training.scaling import Scaling
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
     from posttrain.compat.trainer_names import TrainerNames, follow_old_names
 else:  # of what stands on the core, which therefore does not import it
     TrainerNames, follow_old_names = map(registry.load, (registry.TRAINER_NAMES, registry.FOLLOW_OLD_NAMES))
@@ -81,6 +83,16 @@ class Trainer(TrainerNames):
     record: Record
     metrics: Metrics
     clock: Clock
+    # What `lifetime.look_up` finds out of each model.
+    model_accepts_loss_kwargs: bool
+    loss_shifts_labels: bool
+    label_names: list[str]
+    can_return_loss: bool
+    label_smoother: normalization.LabelSmoother | None
+    main_input: str
+    _non_blocking: bool
+    _signature_columns: list[str] | None
+    _flops_parameters: int | None
     #: What earlier versions called arguments of the constructor.
     OLD_ARGUMENTS: ClassVar[dict[str, str]] = {"tokenizer": "processing_class", "callback": "callbacks"}
     #: Columns of the dataset that the collator reads; None: the parameters of the model's forward, and the labels.
@@ -204,25 +216,11 @@ class Trainer(TrainerNames):
             trainable.check_trainable(model)
             nonfinite.check_float16(model, self.dist.precision, self.dist.uses_deepspeed)
         self.model = self.model_wrapped = model
-        self._look_up(model, wrapping.base_model(model))
+        lifetime.look_up(self, model)
         self.scaling = Scaling(weakref.proxy(self))
         self.dist.place(model, trained=True)
         for config in wrapping.configs(model):
             config.use_cache = self.args.use_cache
-
-    def _look_up(self, model: nn.Module, base: nn.Module) -> None:
-        self.model_accepts_loss_kwargs = normalization.accepts_loss_kwargs(model)
-        self.loss_shifts_labels = normalization.shifts_labels(base)
-        self.label_names = normalization.label_names(base) if self.args.label_names is None else self.args.label_names
-        self.can_return_loss = normalization.can_return_loss(base)
-        self.label_smoother = normalization.label_smoother(model, self.args.label_smoothing_factor)
-        self.main_input = getattr(base, "main_input_name", "input_ids")
-        self._non_blocking = self.args.non_blocking
-        self._signature_columns: list[str] | None = None
-        self._flops_parameters: int | None = None
-        add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
-        if add_tags is not None and (tags := [*self.tag_names, *self._tag_names]):
-            add_tags(tags)
 
     def loss_is_scaled(self) -> bool | None:
         """Whether this class' `compute_loss` returns ``sum / num_items_in_batch``; None where only trying shows it."""

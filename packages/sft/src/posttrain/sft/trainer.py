@@ -25,7 +25,7 @@ from posttrain.core.losses.logits import cross_entropy, dynamic_weights
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, replaced
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.preflight import Parts, Problem
@@ -431,18 +431,11 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     return weight
 
 
-@contextlib.contextmanager
-def silent_routers(model: nn.Module) -> Iterator[None]:
+def silent_routers(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Segments are tried without the routers' loss: it reads a mask of the tokens, which training hands over."""
     config = base_model(model).config.get_text_config()
     asked = loading.has_routers(config) and config.output_router_logits
-    if asked:
-        config.output_router_logits = False
-    try:
-        yield
-    finally:
-        if asked:
-            config.output_router_logits = True
+    return replaced(config, "output_router_logits", False) if asked else contextlib.nullcontext()
 
 
 def real_tokens(packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

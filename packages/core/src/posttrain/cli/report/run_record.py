@@ -23,7 +23,7 @@ import xxhash
 
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.blocks import cores
-from posttrain.core.checkpoint.codec import read_json
+from posttrain.core.checkpoint.codec import read_document
 from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.data import accelerator
 from posttrain.core.distributed import sharding
@@ -170,13 +170,9 @@ def read(path: str | Path) -> dict[str, Any]:
     """The record at `path`, the file or its folder; `CheckpointError` if there is none, or another program wrote it."""
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
-    record = read_json(path)
-    if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("starts"):
-        raise CheckpointError(f"{path} is not the record of a run: it does not hold the format {FORMAT!r}.")
-    if record.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {record.get('version')!r}, and this posttrain reads version {VERSION}."
-        )
+    record = read_document(path, FORMAT, VERSION, "is not the record of a run")
+    if not record.get("starts"):
+        raise CheckpointError(f"{path} is not the record of a run: it holds no starts.")
     return record
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,14 +122,9 @@ class LiveBytes(TorchDispatchMode):
         self._within.__exit__(*error)
         super().__exit__(*error)
 
-    @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
+    def _pause(self) -> contextlib.AbstractContextManager[None]:
         """What is made in here is not counted."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
+        return replaced(self, "paused", True)
 
     def add(self, tree: Any) -> int:
         """Count the tensors in `tree` that are not counted yet; returns the bytes on the device."""
@@ -151,25 +146,18 @@ class LiveBytes(TorchDispatchMode):
             held.on_host = True
             self._count(held, size)
 
-    @contextlib.contextmanager
-    def on_host(self) -> Iterator[None]:
+    def on_host(self) -> contextlib.AbstractContextManager[None]:
         """What is made in here is on the host."""
-        before, self._makes_on_host = self._makes_on_host, True
-        try:
-            yield
-        finally:
-            self._makes_on_host = before
+        return replaced(self, "_makes_on_host", True)
 
-    @contextlib.contextmanager
-    def saves_on_host(self) -> Iterator[None]:
+    def saves_on_host(self) -> contextlib.AbstractContextManager[None]:
         """What is saved in here for the backward pass waits for it on the host."""
 
         def away(tensor: torch.Tensor) -> torch.Tensor:
             with self.on_host():
                 return torch.empty_like(tensor)
 
-        with torch.autograd.graph.saved_tensors_hooks(away, torch.empty_like):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(away, torch.empty_like)
 
     def _count(self, held: _Held, size: int) -> None:
         """The storage now takes `size` bytes."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.models.wrapping import replaced
 from posttrain.lm.attention import context_parallel
 
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
 
 @contextlib.contextmanager
 def imagined(processes: int) -> Iterator[None]:
@@ -30,21 +31,19 @@ def imagined(processes: int) -> Iterator[None]:
     if processes == 1:
         yield
         return
+    from accelerate.utils import patch_environment
     from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    variables = {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-        # torch keeps by mesh what operations on divided tensors give, and takes one for another whose groups are gone.
-        debug._clear_sharding_prop_cache()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with patch_environment(world_size=processes, rank=0, local_rank=0):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+            # torch keeps by mesh what operations on divided tensors give, and takes one for another whose groups are
+            # gone.
+            debug._clear_sharding_prop_cache()
 
 
 def processes() -> int:
@@ -127,14 +126,12 @@ def _numbers() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def even_routes(mesh: Mesh) -> Iterator[None]:
+def even_routes(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
     """Within this context every process sends as many tokens to each that keeps experts: fake tensors have shapes and
     no routes.
     """
     if mesh.division is None or mesh.division.experts == 1:
-        yield
-        return
+        return contextlib.nullcontext()
     exchange: Any = importlib.import_module("transformers.distributed.expert_parallel")
 
     def evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:
@@ -155,8 +152,7 @@ def even_routes(mesh: Mesh) -> Iterator[None]:
             exchange._AllToAllState(weights, order, sizes, sizes, tokens),
         )
 
-    with replaced(exchange.AllToAllEP, "_dispatch_tokens", evenly):
-        yield
+    return replaced(exchange.AllToAllEP, "_dispatch_tokens", evenly)
 
 
 def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -167,21 +163,17 @@ def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     tensor_parallel.step(optimizer) if several else optimizer.step()
 
 
-@contextlib.contextmanager
-def shapes_within(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+def shapes_within(context: Context) -> contextlib.AbstractContextManager[None]:
     """Within this context DTensor finds the shapes of results inside of a `context()` of its own each time.
 
     It finds them by running an operation on fake tensors of the whole size, which no process ever holds.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    with _called_within(context, ShardingPropagator, "_propagate_tensor_meta_non_cached"):
-        yield
+    return _called_within(context, ShardingPropagator, "_propagate_tensor_meta_non_cached")
 
 
-def _called_within(
-    context: Callable[[], contextlib.AbstractContextManager[Any]], owner: type, name: str
-) -> contextlib.AbstractContextManager[None]:
+def _called_within(context: Context, owner: type, name: str) -> contextlib.AbstractContextManager[None]:
     """Within this context each call of the method `name` of the class `owner` happens inside of a `context()`."""
     asked = getattr(owner, name)
 

@@ -49,14 +49,13 @@ def scripts(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _migrate(files: Iterable[Path], write: bool) -> int:
     from posttrain.compat import migration
-    from posttrain.compat.notebooks import Notebook
 
     changed = "rewritten" if write else "to be rewritten"
     counts = {changed: 0, "as it should be": 0, "without transformers and trl": 0, "not readable": 0}
     for file in files:
         try:
             source, encoding = read(file)
-            notebook = Notebook(source) if file.suffix == ".ipynb" else None
+            notebook = migration.Notebook(source) if file.suffix == ".ipynb" else None
             source = source if notebook is None else notebook.script
             done = migration.migrate(source)
         except (SyntaxError, ValueError, OSError) as error:

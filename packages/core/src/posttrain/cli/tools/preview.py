@@ -6,13 +6,12 @@ It prints colours on a terminal, or brackets without colours, or writes a self-c
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import itertools
 import os
 import sys
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -46,8 +45,11 @@ def run(words: list[str]) -> None:
     if found.preview is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.preview) or "no method"
         raise ConfigError("posttrain preview", [f"{found.name} has no preview; {having} has"])
-    with _without_log():  # rewards and a teacher may be missing
-        rows, report = found.preview(read(found, words, needs=("model_", "dataset_")), options["rows"])
+    from posttrain.core.models.wrapping import replaced  # which imports torch
+
+    with replaced(layouts.logger, "disabled", True):  # how rows are read is in the report
+        needs = ("model_", "dataset_")  # rewards and a teacher may be missing
+        rows, report = found.preview(read(found, words, needs=needs), options["rows"])
     if options["html"] is not None:
         path = Path(options["html"]).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,16 +59,6 @@ def run(words: list[str]) -> None:
         return
     color = wants_color(sys.stdout)
     print("\n".join([*report, "", legend(color), as_text(rows, color)]))
-
-
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Within, how rows are read is not logged: the report says it."""
-    layouts.logger.disabled = True
-    try:
-        yield
-    finally:
-        layouts.logger.disabled = False
 
 
 def wants_color(stream: TextIO) -> bool:

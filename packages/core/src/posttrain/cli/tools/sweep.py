@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import html
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,17 +180,12 @@ class Reporter(TrainerCallback):
                 self.pruned = control.should_training_stop = True
 
 
-@contextlib.contextmanager
-def _called_back(callback: TrainerCallback) -> Iterator[None]:
+def _called_back(callback: TrainerCallback) -> contextlib.AbstractContextManager[None]:
     """Within, each trainer calls `callback`."""
     from posttrain.core import trainer
+    from posttrain.core.models.wrapping import replaced
 
-    callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
-    callbacks.append(callback)
-    try:
-        yield
-    finally:
-        callbacks.remove(callback)
+    return replaced(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, callback])
 
 
 def _suggest(trial: Any, name: str, values: Any) -> Any:

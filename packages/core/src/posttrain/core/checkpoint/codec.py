@@ -79,20 +79,28 @@ def load_tree(stem: str | Path, mmap: bool = True) -> Any:
             file. Keep them for copying from, since they hold the file's disk space for as long as they live.
     """
     path = Path(f"{stem}.json")
-    document = read_json(path)
-    if not isinstance(document, dict) or document.get("format") != FORMAT or "tree" not in document:
-        raise CheckpointError(f"{path} was not written by posttrain: it does not hold the format {FORMAT!r}.")
-    if document.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {document.get('version')!r} of its format, and this posttrain reads version "
-            f"{VERSION}. Install the posttrain that wrote it."
-        )
+    document = read_document(path, FORMAT, VERSION, "was not written by posttrain")
     try:
         return _Decoder(Path(f"{stem}.safetensors"), mmap).decode(document["tree"])
     except CheckpointError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_document(path: Path, format: str, version: int, otherwise: str) -> dict[str, Any]:
+    """The content of a JSON file that names its `format` and `version`. Raises a `CheckpointError` as `read_json`, and
+    where they are others; `otherwise` says what is wrong with a file of another format.
+    """
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("format") != format:
+        raise CheckpointError(f"{path} {otherwise}: it does not hold the format {format!r}.")
+    if document.get("version") != version:
+        raise CheckpointError(
+            f"{path} has version {document.get('version')!r} of its format, and this posttrain reads version "
+            f"{version}. Install the posttrain that wrote it."
+        )
+    return document
 
 
 def read_json(path: Path) -> Any:

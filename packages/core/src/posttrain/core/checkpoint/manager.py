@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,16 +33,6 @@ logger = logging.getLogger(__name__)
 AVERAGED_WEIGHTS = "ema"
 #: Beside the state of an optimizer, the names of its parameters.
 NAMES = "names"
-
-
-class Stateful(Protocol):
-    """An object whose state a checkpoint holds."""
-
-    def state_dict(self) -> Any:
-        """Plain containers, numbers and tensors."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """The inverse of `state_dict`."""
 
 
 class CheckpointManager:

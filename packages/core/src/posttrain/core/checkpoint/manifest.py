@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.checkpoint.blocks import BLOCK, KINDS, SHOWN, Digest, digests_of_files
-from posttrain.core.checkpoint.codec import read_json
+from posttrain.core.checkpoint.codec import read_document
 from posttrain.core.errors import CheckpointError
 from posttrain.core.files import sync_directory, sync_file
 
@@ -76,13 +76,7 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
                 f"resume_from_checkpoint={str(path.parent)!r}"
             )
         raise CheckpointError(f"{path.parent} has no {MANIFEST}{why}.")
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is damaged: it does not hold the format {FORMAT!r}.")
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {manifest.get('version')!r} of its format, and this posttrain reads {VERSION}."
-        )
+    manifest = read_document(path, FORMAT, VERSION, "is damaged")
     if manifest.pop("sha256", None) != _seal(manifest) or not _well_formed(manifest):
         raise CheckpointError(f"{path} is damaged: its content and its own SHA-256 do not agree.")
     return manifest

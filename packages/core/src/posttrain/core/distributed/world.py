@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.core.data import accelerator, batches
-from posttrain.core.distributed import attempts
 from posttrain.core.distributed.arguments import DistributedArguments, note
 from posttrain.core.distributed.environment import (
     accelerator_present,
@@ -30,7 +29,7 @@ from posttrain.core.distributed.environment import (
     precision,
     without_plugins,
 )
-from posttrain.core.distributed.waits import LostProcessError, Waits, portable
+from posttrain.core.distributed.waits import LostProcessError, Waits, init_method, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses.normalization import scalar
@@ -110,7 +109,7 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Uneven
     backend = args.ddp_backend
     if backend is None and gathers_on_host and torch.cuda.is_available() and not args.use_cpu:
         backend = "cpu:gloo,cuda:nccl"
-    group = InitProcessGroupKwargs(backend, attempts.init_method(), timedelta(seconds=args.ddp_timeout + GRACE))
+    group = InitProcessGroupKwargs(backend, init_method(), timedelta(seconds=args.ddp_timeout + GRACE))
     # `Distributed.autocast` handles autocast, because accelerate would patch the forward of the user's model. Its
     # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
     # backward, which old training_steps call, would divide the loss again.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from posttrain.core.data.host_copies import host_copy
 from posttrain.core.logging.memory import free_memory
@@ -144,13 +145,9 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 def nbytes(value: Any) -> int:
     """Bytes of the arrays in `value`, or of those that its tensors will be."""
-    if isinstance(value, (tuple, list)):
-        return sum(nbytes(item) for item in value)
-    if isinstance(value, dict):
-        return sum(nbytes(item) for item in value.values())
-    if isinstance(value, torch.Tensor):
-        return value.numel() * (4 if value.dtype == torch.bfloat16 else value.element_size())
-    return getattr(value, "nbytes", 0)
+    leaves = tree_leaves(value)
+    wider = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bfloat16]  # as float32
+    return sum(getattr(leaf, "nbytes", 0) for leaf in [*leaves, *wider])
 
 
 def check_size(need: int, num_batches: int) -> None:

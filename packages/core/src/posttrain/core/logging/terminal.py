@@ -1,4 +1,4 @@
-"""Prints text on a terminal above progress bars."""
+"""Prints text on a terminal above progress bars, and silences what other libraries print there on ordinary runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,14 @@ SHOWN = 8
 _WATCHED = ("rewards/accuracies", "rewards/margins", "frac_reward_zero_std")
 _MACHINE = ("perf/", "total_flos", "step_time")
 _MACHINE_ENDS = ("_runtime", "_per_second", "_preparation_time", "_alloc_delta", "_peaked_delta")
+#: {logger: beginning of a message}.
+MESSAGES = {"bitsandbytes": "Failed to load CPU gemm_4bit_forward"}  # an optional kernel, named when peft is imported
+#: Beginnings of warnings, as regular expressions.
+WARNINGS = (
+    "`is_gradient_checkpointing` is deprecated",
+    "`past_key_values` is deprecated",  # transformers, asked by peft
+    r"Detected call of `lr_scheduler.step\(\)` before",  # the first step had nothing to learn, as a warning says
+)
 
 
 @contextlib.contextmanager
@@ -69,6 +78,22 @@ def open_streams() -> None:
             os.set_inheritable(number, True)
             if vars(sys)[name] is None:
                 setattr(sys, name, open(number, mode, closefd=False))
+
+
+def quiet() -> None:
+    """Leave the messages of `MESSAGES` and `WARNINGS` out from now on: other libraries print them on ordinary runs, and
+    a user can change nothing of them. Imports none of those libraries.
+    """
+    for text in WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
+    for name in MESSAGES:
+        # A filter of a logger does not see what its children log, and libraries log in modules.
+        for logger in (name, f"{name}.backends.cpu.ops"):
+            logging.getLogger(logger).addFilter(_is_news)  # once, however often this is called
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(tuple(MESSAGES.values()))
 
 
 class Repeats:

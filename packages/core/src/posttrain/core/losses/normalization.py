@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -27,7 +27,7 @@ from torch import nn
 from posttrain.core.data.batch_limits import explain_failure
 from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
-from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, setting
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, replaced, setting
 
 Value = TypeVar("Value")
 
@@ -92,14 +92,9 @@ class Objective:
         self.may_change = not (for_good or self.own_count)
         return self.own_count
 
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
         """Within this context nothing is measured, because processes out of step cannot agree."""
-        before, self.is_open = self.is_open, False
-        try:
-            yield
-        finally:
-            self.is_open = before
+        return replaced(self, "is_open", False)
 
     def __call__(
         self,

@@ -33,11 +33,8 @@ def neftune(model: nn.Module, alpha: float | None) -> Iterator[None]:
     base = base_model(model)
     reads = is_encoder_decoder(base) and hasattr(base, "get_encoder")
     # A model with an encoder: the encoder's embedding, which may be a separate module with shared weights.
-    handle = (base.get_encoder() if reads else base).get_input_embeddings().register_forward_hook(add_noise)
-    try:
+    with (base.get_encoder() if reads else base).get_input_embeddings().register_forward_hook(add_noise):
         yield
-    finally:
-        handle.remove()
 
 
 def disable_dropout(model: nn.Module) -> None:

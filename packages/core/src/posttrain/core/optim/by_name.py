@@ -22,9 +22,8 @@ from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.adam import BF16AdamW, GrokAdamW
-from posttrain.core.optim.apollo import Apollo
-from posttrain.core.optim.galore import SIDES, GaLore, galore
 from posttrain.core.optim.layerwise import Layerwise
+from posttrain.core.optim.low_rank import SIDES, Apollo, GaLore, galore
 from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.optim.muon import MuonWithAdamW
 from posttrain.core.optim.resumable import adafactor_class, torchao_adamw

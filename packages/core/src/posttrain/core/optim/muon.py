@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.core.distributed import sharding
-from posttrain.core.optim.galore import split_groups
+from posttrain.core.optim.low_rank import split_groups
 
 
 class Muon(torch.optim.Muon):

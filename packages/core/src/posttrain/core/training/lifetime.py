@@ -17,7 +17,8 @@ from posttrain.core.distributed import sharding
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import memory, terminal
 from posttrain.core.logging.metrics import Clock, clock_of
-from posttrain.core.models import compiling, regularization, special_tokens
+from posttrain.core.losses import normalization
+from posttrain.core.models import compiling, regularization, special_tokens, wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerControl, TrainerState
 from posttrain.core.training import allocator, nonfinite, override_checks, preemption, resume
@@ -80,6 +81,22 @@ def set_up(
     if owner.dist.num_processes > 1:
         run.callbacks_may_differ = any(owner.dist.gather_patiently(handler.may_differ or args.goes_by_time))
     return run
+
+
+def look_up(owner: Trainer, model: nn.Module) -> None:
+    """Look up once what a run needs to know of the model that it trains."""
+    args, base = owner.args, wrapping.base_model(model)
+    owner.model_accepts_loss_kwargs = normalization.accepts_loss_kwargs(model)
+    owner.loss_shifts_labels = normalization.shifts_labels(base)
+    owner.label_names = normalization.label_names(base) if args.label_names is None else args.label_names
+    owner.can_return_loss = normalization.can_return_loss(base)
+    owner.label_smoother = normalization.label_smoother(model, args.label_smoothing_factor)
+    owner.main_input = getattr(base, "main_input_name", "input_ids")
+    owner._non_blocking = args.non_blocking
+    owner._signature_columns = owner._flops_parameters = None
+    add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
+    if add_tags is not None and (tags := [*owner.tag_names, *owner._tag_names]):
+        add_tags(tags)
 
 
 def find_owners(owner: Trainer) -> None:

@@ -203,9 +203,5 @@ def _left_alone(module: nn.Module) -> Iterator[None]:
     def leave(*_: Any) -> None:
         entered.pop().__exit__()
 
-    handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
+    with module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -28,7 +28,7 @@ from torch import nn
 
 from posttrain.core.data.host_copies import on_host, send
 from posttrain.core.distributed.world import WHOLE_ROWS, whole_rows
-from posttrain.core.models.wrapping import base_model, body_of, setting
+from posttrain.core.models.wrapping import base_model, body_of, replaced, setting
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.attention_blocks import Blocks, Layout, piece_by_piece
 from posttrain.lm.attention.flash_attention import is_flash
@@ -91,11 +91,8 @@ def head_reads_slices(model: nn.Module) -> Iterator[_Slicing | None]:
     if slicing is None:
         yield None
         return
-    slicing.head_reads_slices = True
-    try:
+    with replaced(slicing, "head_reads_slices", True):
         yield slicing
-    finally:
-        slicing.head_reads_slices = False
 
 
 def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

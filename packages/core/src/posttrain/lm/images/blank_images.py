@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from posttrain.core.models.wrapping import base_model, sees
 
@@ -67,11 +68,6 @@ class _Blank:
         inputs = {name: value.to(embedded.device) for name, value in self.blank.items() if name in known}
         found = self.owner.get_image_features(**inputs)
         features = [found.pooler_output, getattr(found, "deepstack_features", None)]
-        nothing = torch.stack([part.sum() for part in _tensors(features)]).sum() * 0
+        parts = [part.sum() for part in tree_leaves(features) if isinstance(part, torch.Tensor)]
+        nothing = torch.stack(parts).sum() * 0
         return args, kwargs | {"inputs_embeds": embedded + nothing.to(embedded.dtype)}
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for part in value or () for tensor in _tensors(part)]

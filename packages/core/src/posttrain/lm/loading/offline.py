@@ -6,23 +6,19 @@ import contextlib
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from posttrain.core.models.wrapping import replaced
 
-@contextlib.contextmanager
-def cache_where_unknown(name: str) -> Iterator[None]:
+
+def cache_where_unknown(name: str) -> contextlib.AbstractContextManager[None]:
     """A context in which `name`, unless it is a folder or file, is read from the Hub's cache alone if this machine does
     not know the Hub's host. huggingface_hub tries each request again, for half a minute, before it reads its cache.
     """
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not (os.path.exists(name) or _finds(constants.ENDPOINT))
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    offline = constants.HF_HUB_OFFLINE or not (os.path.exists(name) or _finds(constants.ENDPOINT))
+    return replaced(constants, "HF_HUB_OFFLINE", offline)
 
 
 def _finds(endpoint: str) -> bool:

@@ -398,13 +398,11 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
         inputs["decoder_input_ids"] = ids
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
     body = wrapping.body_of(base)
-    skipped = wrapping.replaced(body, "forward", lambda *args, **kwargs: _BodyOutput([hidden]))
-    handle = linear.register_forward_hook(put, prepend=True)
-    try:
-        with eval_mode(base), whole_rows(), skipped if body is not base else contextlib.nullcontext():
-            logits = base(**inputs).logits
-    finally:
-        handle.remove()
+    skipped: Any = contextlib.nullcontext()
+    if body is not base:
+        skipped = wrapping.replaced(body, "forward", lambda *args, **kwargs: _BodyOutput([hidden]))
+    with linear.register_forward_hook(put, prepend=True), eval_mode(base), whole_rows(), skipped:
+        logits = base(**inputs).logits
     if len(given) != 1:
         raise ValueError(f"its head ran {len(given)} times in one forward")
     tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) and given[0].dtype == logits.dtype else 3e-2

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainingArguments
-from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
@@ -469,6 +468,6 @@ class PreferenceTrainer(LanguageModelTrainer):
         facts |= {"ld_alpha": vars(args).get("ld_alpha"), "max_length": args.max_length}
         return precomputed.place_of(dataset, args.output_dir, facts)
 
-    def checkpoint_parts(self) -> dict[str, Stateful]:
+    def checkpoint_parts(self) -> dict[str, Any]:
         """As the core's, with the reference."""
         return super().checkpoint_parts() | ({} if self.reference is None else {"reference": self.reference})
