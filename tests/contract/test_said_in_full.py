@@ -13,6 +13,8 @@ from posttrain.core import TrainingArguments
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.logging import trackers
 from posttrain.rl import DPOTrainer, GRPOTrainer, RewardTrainer
+from posttrain.rl.agents.environments import schema_of
+from posttrain.rl.tools.protocol import ToolProtocol
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import TRAINERS, arguments, digit_sum
@@ -142,3 +144,20 @@ def test_an_argument_that_the_config_holds_too_is_not_overruled_silently(given, 
         ConfigError, match="neftune_noise_alpha=5.0 was passed to SFTTrainer, and neftune_noise_alpha=1"
     ):
         SFTTrainer(tiny.causal_lm(), plain, neftune_noise_alpha=5.0, **parts)
+
+
+def test_a_reason_from_elsewhere_ends_without_a_stop_of_its_own(tmp_path):
+    """The remedy follows behind one full stop, and the numbers of the rows directly."""
+    talk = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 2
+    with pytest.raises(DataError) as caught:
+        args = SFTConfig(str(tmp_path), report_to="none", use_cpu=True)
+        SFTTrainer(tiny.causal_lm(), args, train_dataset=talk, processing_class=tiny.tokenizer(chat_template=None))
+    assert "or give rows of text (rows 0, 1)" in str(caught.value)
+    with pytest.raises(ValueError, match="with this chat template: .* give rows of text. Set chat_template_path to"):
+        ToolProtocol(tiny.tokenizer(chat_template=None))
+
+    def double(value: int):
+        return 2 * value
+
+    with pytest.raises(TypeError, match="because it has no docstring. A tool has a type hint"):
+        schema_of(double)

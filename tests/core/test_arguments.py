@@ -182,6 +182,27 @@ def test_json_strings_become_dicts():
     assert "lr_scheduler_kwargs='{num' looks like JSON" in problems_of(lr_scheduler_kwargs="{num")[0]
 
 
+def test_json_strings_may_quote_numbers_true_and_false():
+    args = TrainingArguments(
+        accelerator_config='{"split_batches": "False", "gradient_accumulation_kwargs": {"num_steps": "2"}}',
+        gradient_checkpointing_kwargs='{"use_reentrant": "false", "determinism_check": "none"}',
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs='{"num_cycles": "2.5"}',
+    )
+    assert args.accelerator_config.split_batches is False
+    assert args.gradient_accumulation_steps == 2
+    assert args.activation_checkpointing_kwargs == {"use_reentrant": False, "determinism_check": "none"}
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2.5}
+
+
+def test_a_quoted_false_in_a_dict_is_refused():
+    """It counted as true."""
+    (said,) = problems_of(accelerator_config={"split_batches": "False"})
+    assert said == "accelerator_config: split_batches='False' is neither true nor false"
+    (said,) = problems_of(activation_checkpointing_kwargs={"use_reentrant": "no"})
+    assert said.endswith("use_reentrant='no' is neither true nor false")
+
+
 # ---- what is refused ----
 
 

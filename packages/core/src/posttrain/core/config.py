@@ -327,7 +327,7 @@ def tidy(config: Any) -> Iterator[str]:
             value = value.item()
         elif isinstance(value, str) and dict in allowed and value.lstrip().startswith("{"):
             try:
-                value = json.loads(value)
+                value = json.loads(value, object_hook=_unquoted)
             except json.JSONDecodeError as error:
                 yield f"{field.name}={shown(field.name, value)} looks like JSON but is not: {error}"
         elif type(value) is str and str in allowed:
@@ -351,6 +351,16 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, (str, os.PathLike)):
         return str(value)
     return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def _unquoted(options: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object whose numbers, true and false may be quoted, as transformers reads those of a command line."""
+    words = {"true": True, "false": False}
+    for name, value in options.items():
+        if isinstance(value, str):
+            is_number = value.replace(".", "", 1).isdecimal()
+            options[name] = words.get(value.lower(), number(value, (int, float)) if is_number else value)
+    return options
 
 
 def number(value: Any, allowed: tuple[type, ...]) -> Any:

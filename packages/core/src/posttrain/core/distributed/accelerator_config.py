@@ -77,9 +77,11 @@ class AcceleratorArguments:
         if not isinstance(config, AcceleratorConfig):
             yield f"accelerator_config={config!r} is no dict, JSON object or JSON file that can be read"
             return
-        for name in config:
+        for name, value in config.items():
             if name not in DEFAULTS:
                 yield f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}{did_you_mean(name, DEFAULTS)}"
+            elif name != "gradient_accumulation_kwargs" and value not in (None, True, False):
+                yield f"accelerator_config: {name}={value!r} is neither true nor false"
         yield from _without_effect("accelerator_config", config)
         own: Any = self
         yield from _accumulation_problems(config.accumulation, own.gradient_accumulation_steps)

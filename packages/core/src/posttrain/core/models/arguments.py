@@ -11,7 +11,7 @@ import torch
 from posttrain.core.config import JSONObject, opt
 from posttrain.core.data import accelerator
 from posttrain.core.errors import did_you_mean, missing
-from posttrain.core.models.gradient_checkpointing import CHECKPOINT_OPTIONS
+from posttrain.core.models.gradient_checkpointing import CHECKPOINT_OPTIONS, CHECKPOINT_SWITCHES
 
 #: What torch.compile takes as `mode`.
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -78,13 +78,14 @@ class ModelSideArguments:
             self.torch_compile_backend = "inductor"
 
     def _problems(self) -> Iterator[str]:
+        where = "activation_checkpointing_kwargs (or gradient_checkpointing_kwargs)"
         options = self.activation_checkpointing_kwargs
-        for name in options if isinstance(options, dict) else ():
+        for name, value in options.items() if isinstance(options, dict) else ():
             if name not in CHECKPOINT_OPTIONS:
-                yield (
-                    f"activation_checkpointing_kwargs (or gradient_checkpointing_kwargs): {name!r} is not one of "
-                    f"{', '.join(CHECKPOINT_OPTIONS)}{did_you_mean(name, CHECKPOINT_OPTIONS)}"
-                )
+                near = did_you_mean(name, CHECKPOINT_OPTIONS)
+                yield f"{where}: {name!r} is not one of {', '.join(CHECKPOINT_OPTIONS)}{near}"
+            elif name in CHECKPOINT_SWITCHES and value not in (None, True, False):
+                yield f"{where}: {name}={value!r} is neither true nor false"
         if isinstance(self.liger_kernel_config, dict) and self.liger_kernel_config and not self.use_liger_kernel:
             yield "liger_kernel_config has no effect without use_liger_kernel=True; set that, or leave it out"
         if self.torch_compile_backend not in (None, "inductor"):

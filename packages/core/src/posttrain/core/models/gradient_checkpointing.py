@@ -25,6 +25,8 @@ CHECKPOINT_OPTIONS = (
     "offload",
     "mlp_tile",
 )
+#: Those of them that are on or off.
+CHECKPOINT_SWITCHES = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
 
 _HOOKS = "_require_grads_hooks"  # of transformers
 

@@ -202,7 +202,7 @@ class Template:
         if not tokenizer.chat_template and "chat_template" not in (chat_template_kwargs or {}):
             raise DataError(
                 "The rows are conversations, but the tokenizer has no chat template. Load one with "
-                "chat_template_path, set tokenizer.chat_template, or give rows of text."
+                "chat_template_path, set tokenizer.chat_template, or give rows of text"
             )
         self.tokenizer, self.tools, self.kwargs = tokenizer, tools, dict(chat_template_kwargs or {})
 

@@ -317,8 +317,8 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(tool)
     except Exception as error:
         raise TypeError(
-            f"The tool {tool.__name__!r} cannot be described to the model: {error}. A tool has a type hint for each "
-            "argument, and a docstring with a section 'Args:' that describes each."
+            f"The tool {tool.__name__!r} cannot be described to the model: {str(error).rstrip('!')}. A tool has a "
+            "type hint for each argument, and a docstring with a section 'Args:' that describes each."
         ) from error
 
 
