@@ -1,6 +1,4 @@
-"""A loss that gathers the rows of all processes, on two of them, with a last batch that does not go round: transformers'
-Trainer and ours fill it up alike.
-"""
+"""A loss that gathers the rows of both processes: transformers' Trainer and ours fill up a last batch alike."""
 
 import json
 import sys
