@@ -75,13 +75,17 @@ def loss_reads(owner: Any, *names: str) -> bool:
     """
     own = {name: value for kind in reversed(owner.__class__.__mro__) for name, value in vars(kind).items()}
     own, seen, found = own | vars(owner), set(), set()
-    left: list[Any] = [owner.compute_loss, owner.compute_loss_func, *{type(part) for part in owner.model.modules()}]
+    left: list[Any] = [owner.compute_loss, owner.compute_loss_func, owner.training_step, owner.prediction_step]
+    left += {type(part) for part in owner.model.modules()}
     while left:
         value = left.pop()
-        value = inspect.unwrap(value.__func__ if isinstance(value, (MethodType, classmethod, staticmethod)) else value)
-        if not isinstance(value, (type, FunctionType)):
+        value = value.__func__ if isinstance(value, (MethodType, classmethod, staticmethod)) else value
+        if isinstance(value, FunctionType):
+            value = inspect.unwrap(value)
+        elif not isinstance(value, type):
             value = type(value)  # of an object that is called, such as a module
-        if value in seen or value.__module__.partition(".")[0] in _FRAMEWORKS:
+        found.add(value.__name__)  # which may have been imported under another
+        if value in seen or str(value.__module__).partition(".")[0] in _FRAMEWORKS:
             continue
         seen.add(value)
         if isinstance(value, type):
