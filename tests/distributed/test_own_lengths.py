@@ -95,7 +95,7 @@ def trainer_of(kind, folder, seen, **changes):
     args = arguments(
         TrainingArguments,
         folder,
-        **({"num_train_epochs": 2, "lr_scheduler_type": "constant", "ddp_timeout": 15} | changes),
+        **({"num_train_epochs": 2, "lr_scheduler_type": "constant", "ddp_timeout": 90} | changes),
     )
     return Reads(tiny.causal_lm(), args, pad, rows, rows)
 

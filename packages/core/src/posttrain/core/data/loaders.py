@@ -132,7 +132,7 @@ class Loaders:
                 logger.info("The given %s has other rows for each process: none are dealt.", type(loader).__name__)
         adopted = pipeline.adopt(loader, **given)
         if dist.world_size > 1:
-            adopted.keep_in_step(dist.gather_object)
+            adopted.keep_in_step(dist.gather_object, dist.highest)
         return adopted
 
     def end_workers(self, loader: Any) -> None:

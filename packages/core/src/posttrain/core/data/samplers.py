@@ -238,8 +238,11 @@ def deal(group: list[T], rank: int, world_size: int, size: int) -> tuple[list[T]
     return (part, False) if part else (group[-1:], True)
 
 
-def in_step(items: Iterator[T], gather: Callable[[Any], list[Any]], fill: Callable[[T], T] | None) -> Iterator[T]:
-    """`items`, of which no process knows how many the others have, so each is asked before each (`gather`).
+def in_step(
+    items: Iterator[T], highest: Callable[[list[int]], list[int]], fill: Callable[[T], T] | None
+) -> Iterator[T]:
+    """`items`, of which no process knows how many the others have, so each is asked before each: `highest` gives the
+    largest of each number that all pass.
 
     With `fill`, a process whose items have ended goes on with fillers of its last one as long as another has any; a
     `DataError` where it had none. Without, all end with the first, and a warning says so.
@@ -247,25 +250,22 @@ def in_step(items: Iterator[T], gather: Callable[[Any], list[Any]], fill: Callab
     last: T | None = None
     while True:
         item = next(items, None)
-        have = gather(item is not None)
-        ended = [rank for rank, has in enumerate(have) if not has]
-        if not any(have):
+        has_ended, has_more = highest([int(item is None), int(item is not None)])
+        if not has_more:
             return
-        if ended and fill is None:
-            logger.warning(f"On rank {', '.join(map(str, ended))} the data of this epoch has ended. {_SHORTER}")
+        if has_ended and fill is None:
+            logger.warning("The data of this epoch has ended on one process, so it ends here: %s", _SHORTER)
             return
         if item is None:
             if last is None or fill is None:
-                raise DataError(
-                    f"On rank {', '.join(map(str, ended))} there is no batch, and on others there is. {_AS_MANY}"
-                )
+                raise DataError(f"This process has no batch, and others have. {_AS_MANY}")
             item = fill(last)
         last = item
         yield item
 
 
 _AS_MANY = "Let what divides the rows give each process as many batches."
-_SHORTER = f"The epoch ends here, and what other processes have left of it is not read. {_AS_MANY}"
+_SHORTER = f"what others have left of it is not read. {_AS_MANY}"
 
 
 class Draw(NamedTuple):
@@ -304,6 +304,7 @@ class Draws(Sampler[Draw]):
 
     def __post_init__(self) -> None:
         self.gather: Callable[[Any], list[Any]] | None = None
+        self.highest: Callable[[list[int]], list[int]] | None = None
         self.longest = 0
         self.drop_last = self.drop_last and self.batch_size is not None  # a batch sampler decides for itself
         self.group = (self.batch_size or 1) * self.world_size
@@ -337,13 +338,12 @@ class Draws(Sampler[Draw]):
 
     def __iter__(self) -> Iterator[Draw]:
         order = self.order(self.epoch)
-        if self.gather is None:
-            return self.from_place(order, self.epoch, self.start)
-        if isinstance(order, Iterator):
-            fill = (lambda draw: draw._replace(is_filler=True)) if self.marks else None
-            return in_step(self.from_place(order, self.epoch, self.start), self.gather, fill)
-        self.agree(len(order), self.gather)
-        return self.from_place(order, self.epoch, self.start)
+        if self.gather is not None and not isinstance(order, Iterator):
+            self.agree(len(order), self.gather)
+        draws = self.from_place(order, self.epoch, self.start)
+        if self.highest is None or not isinstance(order, Iterator):
+            return draws
+        return in_step(draws, self.highest, (lambda draw: draw._replace(is_filler=True)) if self.marks else None)
 
     def agree(self, rows: int, gather: Callable[[Any], list[Any]]) -> None:
         """Find the `longest` of the epoch, of which this process reads so many `rows`. Raises a `DataError` on all

@@ -141,7 +141,7 @@ class Loader(DataLoader[Any]):
         self._engine = DataLoader(source, collate_fn=collate, **engine)
         vars(self).update({name: vars(self._engine)[name] for name in ENGINE})
         self._now = self._next = self._beginning()
-        self._gather: Callable[[Any], list[Any]] | None = None  # see `keep_in_step`
+        self._highest: Callable[[list[int]], list[int]] | None = None  # see `keep_in_step`
         self._length: int | None = None
         self._shift = 0, 0  # rows by which batches of an epoch begin later than their number says
 
@@ -164,9 +164,10 @@ class Loader(DataLoader[Any]):
             return len(self.batch_sampler.lengths) / max(len(self), 1)
         return None
 
-    def keep_in_step(self, gather: Callable[[Any], list[Any]]) -> None:
+    def keep_in_step(self, gather: Callable[[Any], list[Any]], highest: Callable[[list[int]], list[int]]) -> None:
         """Give all processes as many batches, where each has rows of its own, maybe of another number: `gather` lists
-        what all of them pass. Asked here and once an epoch, and before each batch only where a number is not known.
+        what all of them pass, here and once an epoch. Where a number is not known, `highest` (of each number that they
+        pass) is asked for before each batch.
 
         Rows by index are all read: a process that has read its own goes on with fillers. So it is in an evaluation of
         a stream. In training an epoch of a stream ends for all with the first. Raises a `DataError` on all processes
@@ -176,13 +177,13 @@ class Loader(DataLoader[Any]):
         if dealt.world_size > 1:
             return
         if self._stream is None:
-            self._draws.gather = gather
-            if isinstance(self._draws.rows, Sized):
+            self._draws.gather, self._draws.highest = gather, highest
+            if has_length(self._draws.rows):
                 self._draws.agree(self._draws.num_rows, gather)
             return
         lengths = gather(len(self._stream) if has_length(self._stream.dataset) else None)
-        self._gather = gather if None in lengths or len({*lengths}) > 1 else None
-        if self._gather is not None and None not in lengths:
+        self._highest = highest if None in lengths or len({*lengths}) > 1 else None
+        if self._highest is not None and None not in lengths:
             self._length = min(lengths) if self._advance else max(lengths)
 
     def batches_left(self, state: dict[str, Any]) -> int:
@@ -299,9 +300,9 @@ class Loader(DataLoader[Any]):
         if self._stream is not None:
             self._stream.seek(self.epoch, now.given, now.turn, now.dataset)
             batches = workers.iterate(self._engine, self)
-            if self._gather is not None:
+            if self._highest is not None:
                 fill = None if self._advance else (lambda given: (given[0], as_filler(given[1])))
-                batches = in_step(batches, self._gather, fill)
+                batches = in_step(batches, self._highest, fill)
             return self._give_from_stream(batches, now)
         if (generator := self._draws.generator) is not None:
             if now.sampler is not None:
