@@ -376,7 +376,7 @@ class Draws(Sampler[Draw]):
             yield Draw(indices, is_filler, self._seed_of(epoch, place), epoch, kept)
         if self.longest and not isinstance(order, Iterator):
             for number in range(max(self.num_batches(len(order)), start // self.group), self.longest):
-                [(_, last)] = groups(order, len(order) - 1, 1)
+                last: Any = next(groups(order, len(order) - 1, 1))[1]
                 seed = self._seed_of(epoch, number * self.group)
                 yield Draw(last if self.batch_size is not None else last[0][-1:], True, seed, epoch)
 

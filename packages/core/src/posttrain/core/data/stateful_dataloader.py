@@ -198,7 +198,8 @@ class Loader(DataLoader[Any]):
             given = sampler.resume(state["epoch"], state.get("cut", sampler.cut(state["epoch"])), given)
             rows = sampler
         own = self._draws.num_batches(self._draws.at_most(len(rows)) - given)
-        return max(own, self._draws.longest - given // self.rows_per_batch)
+        left: int = max(own, self._draws.longest - given // self.rows_per_batch)
+        return left
 
     def number(self, batches: int) -> None:
         """Let the next batch be number `batches` of its epoch, for `rows_of`."""

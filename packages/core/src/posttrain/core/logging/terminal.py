@@ -79,7 +79,7 @@ def open_streams() -> None:
 class _Output(io.FileIO):
     """The standard output; nothing any more once its disk is full: what a command does is worth more than its lines."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
