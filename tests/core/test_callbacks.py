@@ -170,6 +170,32 @@ def test_early_stopping_waits_for_its_patience_and_remembers_it():
     assert control.should_training_stop
 
 
+class OfOurs(EarlyStoppingCallback):
+    """Has a constructor of its own, which says how patient it is."""
+
+    def __init__(self, folder):
+        super().__init__(early_stopping_patience=4)
+        self.folder = folder
+
+
+class OfTransformers(transformers.EarlyStoppingCallback):
+    def __init__(self, folder):
+        super().__init__(early_stopping_patience=4)
+        self.folder = folder
+
+
+@pytest.mark.parametrize("kind", [OfOurs, OfTransformers])
+def test_a_stateful_callback_with_a_constructor_of_its_own_goes_on_as_it_was_saved(kind):
+    saved, present = OfOurs("there"), kind("here")
+    saved.early_stopping_patience_counter = 3
+    handler = CallbackHandler([present])
+    handler.restore({kind.__name__: [saved.state()]})
+    [restored] = handler.callbacks
+    assert restored is not present and present.early_stopping_patience_counter == 0
+    assert (restored.folder, restored.early_stopping_patience) == ("here", 4)
+    assert restored.early_stopping_patience_counter == 3
+
+
 def test_how_early_stopping_judges_a_metric_can_be_overridden_and_starts_from_the_best_of_the_run():
     args = SimpleNamespace(metric_for_best_model="accuracy", greater_is_better=True, eval_strategy="steps")
     for value, best, threshold, counted in ((0.8, 0.9, 0.0, 3), (0.95, 0.8, 0.0, 0), (0.85, 0.8, 0.1, 3)):

@@ -3,14 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from unittest import TestCase
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from posttrain.core import Trainer
 from posttrain.core.arguments import TrainingArguments
+from posttrain.core.errors import DataError
 from tests import tiny
 from tests.contract.trainers import arguments, pad
 from tests.programs import together
@@ -93,8 +94,11 @@ def test_rows_are_gathered_once_each_and_evaluated_once_each(rows, tmp_path):
     for name in ("Gathers", "OwnLoader"):
         loss, *others = json.loads((tmp_path / f"{name}.json").read_text())
         assert loss == pytest.approx(alone[0], rel=1e-5) and others == alone[1:], name
-    loss, found, _, evaluated = json.loads((tmp_path / "OwnLoss.json").read_text())
-    assert loss == pytest.approx(as_accelerate_fills_up(rows), rel=1e-5) and found == rows and evaluated == alone[3]
+    for name in ("OwnLoss", "OwnLossAlone"):
+        loss, found, trained, evaluated = json.loads((tmp_path / f"{name}.json").read_text())
+        assert loss == pytest.approx(as_accelerate_fills_up(rows), rel=1e-5) and found == rows and evaluated == alone[3]
+    repeated = [row["input_ids"] for row in tiny.token_rows(rows)[: -rows % 4]]
+    assert trained == sorted(alone[2] + repeated)
 
 
 def as_accelerate_fills_up(rows):
@@ -122,24 +126,35 @@ def check_gather(accelerator):
         accelerator.gather("text")
 
 
-def check_warning(folder):
-    """Of a loss that gathers, in batches of our own making."""
-    given = {"args": arguments(TrainingArguments, folder, per_device_eval_batch_size=2), "data_collator": wide}
-    trainer = OwnLoss(tiny.causal_lm(), eval_dataset=tiny.token_rows(7), **given)
-    with TestCase().assertLogs("posttrain", "WARNING") as said:
-        Trainer.get_eval_dataloader(trainer)
-    assert "OwnLoss gathers rows" in said.output[0] and "dataloader_drop_last=True" in said.output[0]
-    with TestCase().assertNoLogs("posttrain", "WARNING"):
-        Trainer.get_eval_dataloader(trainer, tiny.token_rows(8))
-        Trainer(tiny.causal_lm(), eval_dataset=tiny.token_rows(7), **given).get_eval_dataloader()
+class OwnLossAlone(OwnLoss):
+    """Its loaders are those of the trainer."""
+
+    get_eval_dataloader, get_train_dataloader = Trainer.get_eval_dataloader, Trainer.get_train_dataloader
+
+
+def check_streams(folder):
+    """Whose last batch cannot be filled up, and batches of any size: refused before a step."""
+    given = {"data_collator": wide, "eval_dataset": tiny.token_rows(7)}
+    stream = Dataset.from_list(tiny.token_rows(7)).to_iterable_dataset()
+    trainer = OwnLossAlone(tiny.causal_lm(), arguments(TrainingArguments, folder), train_dataset=stream, **given)
+    with pytest.raises(DataError, match="OwnLossAlone gathers rows .* Set dataloader_drop_last=True"):
+        trainer.get_train_dataloader()
+    args = arguments(TrainingArguments, folder, max_batch_tokens=64)
+    trainer = OwnLossAlone(tiny.causal_lm(), args, train_dataset=tiny.token_rows(7), **given)
+    trainer.row_lengths = lambda dataset: [len(row["input_ids"]) for row in dataset]
+    with pytest.raises(DataError, match="are made by the lengths of rows. Set per_device_train_batch_size"):
+        trainer.get_train_dataloader()
 
 
 if __name__ == "__main__":  # two processes, started by the test above
     torch.set_num_threads(1)
     rows, folder = int(sys.argv[1]), Path(sys.argv[2])
-    found = {kind.__name__: measured(kind, rows, folder / kind.__name__) for kind in (Gathers, OwnLoader, OwnLoss)}
+    found = {
+        kind.__name__: measured(kind, rows, folder / kind.__name__)
+        for kind in (Gathers, OwnLoader, OwnLoss, OwnLossAlone)
+    }
     check_gather(Trainer(tiny.causal_lm(), arguments(TrainingArguments, folder / "last")).accelerator)
-    check_warning(folder / "warned")
+    check_streams(folder / "streams")
     if torch.distributed.get_rank() == 0:
         for name, value in found.items():
             (folder / f"{name}.json").write_text(json.dumps(value))

@@ -849,6 +849,19 @@ DOCUMENTED = [
     Documented(
         ["cpo", "orpo", "tpo"], ["order"], "the load-balancing loss of a", lambda s: s.get("kind") == "qwen3_moe"
     ),
+    Documented(
+        ["grpo", "rloo"],
+        ["order"],
+        "GRPO, RLOO: groups stay together in a rollout",
+        lambda s: s.get("kind") == "qwen3_moe" and (accumulates(s) or "steps_per_generation" in s),
+    ),
+    # Which is a sum of rounding in a rollout of its own policy: its sign decides when the rate is lowered.
+    Documented(
+        SAMPLING,
+        ["order"],
+        "`eval_loss` is the exact mean",
+        lambda s: s.get("lr_scheduler_type") == "reduce_lr_on_plateau",
+    ),
     Documented([*PEERS], ["epoch"], "For a stream without a length", lambda s: "stream" in s),
     Documented(["trainer"], ["order"], "in models whose class is not named", lambda s: s.get("kind") == "gpt2"),
     Documented(
@@ -1024,6 +1037,10 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
         if key == "eval_written" and writes_others:
             continue
         logged = [records(side, key)[:first] for side in (theirs, ours)]
+        if ours.since and settings.get("logging_strategy") == "epoch":
+            # An epoch that ended with the checkpoint is logged after it was saved, and not again by whoever goes on.
+            logged[0] = [record for record in logged[0] if record["step"] != ours.since]
+            logged[1] = [record for record in logged[1] if record["step"] != ours.since]
         if key == "loss":
             logged = [[record for record in side if record["step"] != broken] for side in logged]
         if key.endswith("accuracies"):  # of a tie, as before the first update, the rounding decides

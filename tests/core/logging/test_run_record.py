@@ -174,3 +174,11 @@ def test_a_run_that_goes_on_with_other_rows_says_so(kind, tmp_path, caplog):
     train(rows, 2, resume=True)
     said = {"more": "there were 16 and there are 20", "others": "their checksum was", "same": ""}[kind]
     assert ("The training rows are not those" in caplog.text) == (kind != "same") and said in caplog.text
+
+
+def test_arguments_that_others_have_set_are_not_among_those_that_were_changed(tmp_path):
+    args = TrainingArguments(str(tmp_path), eval_strategy="steps", logging_steps=3)
+    assert (args.do_eval, args.eval_steps) == (True, 3)
+    assert not {"do_eval", "eval_steps"} & {*run_record.changed(args)}
+    assert {"eval_strategy", "logging_steps"} <= {*run_record.changed(args)}
+    assert "eval_steps" in run_record.changed(TrainingArguments(str(tmp_path), eval_strategy="steps", eval_steps=3))

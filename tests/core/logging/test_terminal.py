@@ -169,6 +169,20 @@ sys.exit(subprocess.returncode)
     assert [open(path).read() for path in paths] == ["whole"] * 3
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_is_one_sentence_and_the_exit_code_stays():
+    program = "import sys; from posttrain.cli import main; sys.exit(main(['env']))"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" > /dev/full', "sh", sys.executable, "-c", program], capture_output=True
+    )
+    said = [line for line in done.stderr.decode().splitlines() if "standard output" in line]
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    assert said == [
+        "The standard output cannot be written: No space left on device. Nothing more is printed there, and the "
+        "command goes on. Free some space."
+    ]
+
+
 def test_a_warning_that_repeats_is_written_once_and_counted(capsys, monkeypatch):
     log = logging.getLogger("posttrain.repeats")
     monkeypatch.setattr(log, "propagate", False)

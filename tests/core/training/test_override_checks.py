@@ -4,7 +4,9 @@ import inspect
 import logging
 
 import pytest
+import torch
 import transformers
+from torch.distributed import all_gather as gathered_under_another_name
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.training import override_checks
@@ -12,6 +14,7 @@ from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 from posttrain.seq2seq import Seq2SeqTrainer
 from posttrain.sft import SFTTrainer
 from tests import tiny, versions
+from tests.contract.trainers import arguments
 
 OF_TRANSFORMERS_4 = set(
     """
@@ -70,3 +73,50 @@ def test_no_trainer_of_ours_has_a_method_of_the_list(trainer):
 def test_every_method_of_the_list_is_one_of_transformers():
     theirs = dict(inspect.getmembers(transformers.Trainer))
     assert {name for name in override_checks.INSTEAD if name not in theirs} == OF_TRANSFORMERS_4 | {"gather_function"}
+
+
+def of_all(rows):
+    return [gathered_under_another_name(part) for part in rows]
+
+
+class Gathering(torch.nn.Module):
+    def forward(self, rows):
+        return of_all(rows)
+
+
+class Losses(Trainer):
+    """Each way in which a loss may come to gather, by its name."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return self.inner(inputs)
+
+    def evaluate(self, *args, **kwargs):  # no loss is computed in it
+        return torch.distributed.all_gather(*args)
+
+
+@pytest.mark.parametrize(
+    ("inner", "gathers"),
+    [
+        (lambda rows: torch.distributed.all_gather(rows, rows), True),
+        (lambda rows: [torch.distributed.nn.all_gather(row) for row in rows], True),
+        (Gathering(), True),
+        (of_all, True),
+        (torch.nn.Linear(2, 2), False),
+        (lambda rows: rows.mean(), False),
+    ],
+    ids=["function", "inner function", "module", "renamed", "of torch", "none"],
+)
+def test_whether_a_loss_gathers_is_found_without_running_it(inner, gathers, tmp_path):
+    trainer = Losses(tiny.causal_lm(), arguments(TrainingArguments, tmp_path))
+    trainer.inner = inner
+    assert override_checks.loss_reads(trainer, "all_gather") == gathers
+    assert not override_checks.loss_reads(Trainer(tiny.causal_lm(), trainer.args), "all_gather")
+
+
+def test_a_model_of_the_users_that_gathers_is_found(tmp_path):
+    class Model(torch.nn.Linear):
+        def forward(self, **inputs):
+            return of_all(inputs["rows"])
+
+    trainer = Trainer(Model(2, 2), arguments(TrainingArguments, tmp_path))
+    assert override_checks.loss_reads(trainer, "all_gather")

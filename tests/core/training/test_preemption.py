@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -326,6 +327,27 @@ def test_an_error_leaves_the_last_whole_update(event, tmp_path, caplog):
         assert_same_run(resumed, straight)
     expected = weights(straight)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+
+
+def test_to_remember_the_last_whole_update_waits_for_nothing(tmp_path, monkeypatch):
+    reads = Counter()
+    for name in ("item", "tolist", "__float__"):
+        own = vars(torch._C.TensorBase)[name] if name in vars(torch._C.TensorBase) else vars(torch.Tensor)[name]
+        monkeypatch.setattr(torch.Tensor, name, counting(own, reads), raising=False)
+    found = []
+    for remembers in (False, True):
+        reads.clear()
+        MAKE(tmp_path / str(remembers), **ARGS | dict(save_strategy="no", save_on_exception=remembers)).train()
+        found.append(dict(reads))
+    assert found[0] == found[1] and found[0]
+
+
+def counting(method, reads):
+    def counted(self, *args):
+        reads[method.__name__] += 1
+        return method(self, *args)
+
+    return counted
 
 
 def test_an_error_while_the_weights_move_leaves_no_checkpoint(tmp_path, caplog):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from posttrain.rl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from posttrain.rl.agents import guard
 from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
@@ -799,3 +801,16 @@ def test_a_message_that_begins_as_the_turn_ended_is_read_whole(hint):
     (asked,) = tokenizer(hint)["input_ids"]
     for written in range(4):
         assert PromptCodec(tokenizer).next_ids([written], [{"role": "user", "content": hint}], ()) == [asked]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_guard_ends_a_program_also_before_it_knows_its_number(is_told, tmp_path):
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    words = [sys.executable, "-I", "-S", guard.__file__]
+    watching = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+    program = subprocess.Popen(["sleep", "60"], cwd=folder, start_new_session=True)
+    lines = f"0 {folder}\n" + f"{program.pid} {folder}\n" * is_told
+    watching.communicate(lines.encode(), timeout=30)
+    assert program.wait(timeout=30) == -signal.SIGKILL and not folder.exists()

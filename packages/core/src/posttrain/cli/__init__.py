@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.open_streams()
+    terminal.outlive_full_disk()
     _quiet_others()
     try:
         status = _dispatch(words)

@@ -26,7 +26,7 @@ from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import as_new
 from posttrain.core.models.trainable import takes_trial
 from posttrain.core.optim.lr_scheduler import plain
-from posttrain.core.state import TrainerControl, TrainerState, has_state
+from posttrain.core.state import TrainerControl, TrainerState, has_state, with_state
 
 if TYPE_CHECKING:
     from posttrain.core.trainer import Trainer
@@ -357,7 +357,7 @@ def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size")
     own, handler = {name: vars(trainer)[name] for name in names}, trainer.callback_handler
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
-    fresh = [type(cb).from_state(cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
+    fresh = [with_state(cb, cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
     trainer.args, trainer.store = args, Store(args.output_dir)
     kept, trainer.loaders.kept = trainer.loaders.kept, {}
     trainer.dist = make_strategy(args)

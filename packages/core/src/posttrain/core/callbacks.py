@@ -16,7 +16,7 @@ from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.durations import Passing
 from posttrain.core.files import means_disk_full
 from posttrain.core.logging import terminal
-from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state, merit, metric_key
+from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state, merit, metric_key, with_state
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +189,7 @@ class CallbackHandler:
                     "callbacks: the state of the others is not loaded. Pass them to the trainer to restore it."
                 )
             for place, entry in zip(places, saved, strict=False):
-                # transformers' own `from_state` wants both keys.
-                self.callbacks[place] = type(self.callbacks[place]).from_state({"args": {}, "attributes": {}} | entry)
+                self.callbacks[place] = with_state(self.callbacks[place], entry)
 
     def remove_callback(self, callback: Any) -> None:
         self.pop_callback(callback)

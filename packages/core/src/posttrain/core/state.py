@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -41,6 +43,21 @@ class ExportableState:
 def has_state(callback: Any) -> bool:
     """Whether `callback` is an `ExportableState`, of ours or of transformers."""
     return callable(getattr(callback, "state", None)) and callable(getattr(type(callback), "from_state", None))
+
+
+def with_state(callback: Any, state: dict[str, Any]) -> Any:
+    """A callback like `callback` in the `state` of one of its class, as `ExportableState.from_state` makes it. One of a
+    subclass with a constructor of its own, which takes none of the arguments in `state`, is copied instead.
+    """
+    state = {"args": {}, "attributes": {}} | state  # transformers' own `from_state` wants both keys
+    try:
+        inspect.signature(type(callback)).bind(**state["args"])
+    except TypeError:
+        if type(callback).from_state.__qualname__ == "ExportableState.from_state":
+            copied = copy.copy(callback)
+            vars(copied).update(state["attributes"])
+            return copied
+    return type(callback).from_state(state)
 
 
 @dataclass

@@ -197,7 +197,9 @@ def changed(args: Any) -> list[str]:
         plain = type(args)(args.output_dir)
     except Exception:  # a class of the user's, with arguments that must be given
         return []
-    names = [field.name for field in dataclasses.fields(args) if field.init]
+    follow = {"do_eval", "eval_steps"}  # what they were set to by other arguments, unless they were given
+    follow -= vars(args).get("_given", follow)
+    names = [field.name for field in dataclasses.fields(args) if field.init and field.name not in follow]
     return [name for name in names if vars(args)[name] != vars(plain)[name]]
 
 

@@ -20,6 +20,7 @@ from posttrain.core.checkpoint.transaction import Saver
 from posttrain.core.data import rng
 from posttrain.core.errors import CheckpointError
 from posttrain.core.files import check_space
+from posttrain.core.logging.metrics import plain
 from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerState, lossy
@@ -209,6 +210,13 @@ class CheckpointManager:
             "scaler": None if self.dist.scaler is None else self.dist.scaler.state_dict(),
         }
 
+    def remember(self) -> None:
+        """Keep where the run stands between two steps, for a save after an error within the next one. It waits for no
+        device: sums that are there become numbers once they are written.
+        """
+        position = self.position()
+        self.boundary = position | {"trainer": copy.deepcopy(position["trainer"])}
+
     def read_foreign(self, checkpoint: Path) -> foreign.Taken:
         """As `read`, as far as `checkpoint` holds such files of transformers' trainer."""
         optimizer = None if self.dist.uses_deepspeed else self.owner.optimizer
@@ -274,6 +282,9 @@ class CheckpointManager:
         processes needs.
         """
         mine = self.boundary or self.position()
+        trainer = mine["trainer"]
+        progress = trainer["progress"] | {"grad_norm": float(trainer["progress"]["grad_norm"])}
+        mine = mine | {"trainer": trainer | {"progress": progress, "metrics": plain(trainer["metrics"])}}
         if not self.args.save_on_each_node:
             return {} if self.dist.peer_rank else {self.dist.rank: mine}
         positions = dict(enumerate(self.dist.gather_object(mine)))

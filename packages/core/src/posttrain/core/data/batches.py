@@ -30,6 +30,7 @@ class Read(NamedTuple):
     rows: list[Any]
     indices: list[int]
     is_filler: bool
+    kept: int | None
 
 
 class Rows(Dataset[Read]):
@@ -50,7 +51,7 @@ class Rows(Dataset[Read]):
         read_all = getattr(dataset, "__getitems__", None)
         with naming_rows(draw.indices, "could not be read"):
             rows = read_all(draw.indices) if read_all else [dataset[index] for index in draw.indices]
-        return Read(rows, draw.indices, draw.is_filler)
+        return Read(rows, draw.indices, draw.is_filler, draw.kept)
 
     def batches(self, draws: Iterable[Draw], collate: Callable[[Read], Any]) -> Iterator[Any]:
         """The batches of `draws`, read and collated in this process."""
@@ -172,6 +173,8 @@ class Collate:
             if self.looks_at_labels:
                 self._compare_labels(rows, batch, indices)
         batch = as_filler(batch) if read.is_filler else batch
+        if indices is not None and read.kept is not None and not read.is_filler and isinstance(batch, Mapping):
+            batch = Repeating(batch, read.kept, len(rows))
         return (read.worker, batch) if self.streamed else batch
 
     def _compare_labels(self, rows: Any, batch: Any, indices: list[int] | None) -> None:

@@ -67,6 +67,7 @@ class Loaders:
             advance=is_training,
             limits=limits,
             most=self._most(dataset, batch_size * dist.world_size, is_training),
+            whole=self._gathers(dataset, makes_batches),
             repeats=is_training and args.overfit_batches is not None,
             pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),  # which would not gain by it
             num_workers=args.dataloader_num_workers,
@@ -79,18 +80,27 @@ class Loaders:
             self.kept[key] = (read, loader)
         return loader
 
-    def _most(self, dataset: Any, total: int, is_training: bool) -> int | None:
-        """Batches of `total` rows of an epoch, at most; a warning where an evaluation reads none, or the last batch has
-        other numbers of rows on other processes, and the loss gathers them.
+    def _gathers(self, dataset: Any, makes_batches: bool) -> bool:
+        """Whether the loss gathers rows through torch, of which each process then has as many. Raises a `DataError`
+        where they cannot be given as many.
         """
-        args, dist = self.owner.args, self.owner.dist
-        uneven = dist.world_size > 1 and not args.dataloader_drop_last and pipeline.has_length(dataset)
-        if uneven and len(dataset) % total and self.owner.scaling.gathers_rows:
-            logger.warning(
-                f"{self.owner.__class__.__name__} gathers rows through torch (all_gather), and of the last batch of "
-                f"{len(dataset)} rows processes have other numbers, with which torch ends or waits. Set "
-                "dataloader_drop_last=True, or gather with self.accelerator.gather."
+        owner, args = self.owner, self.owner.args
+        if not owner.scaling.gathers_rows:
+            return False
+        if makes_batches or (pipeline.is_stream(dataset) and not args.dataloader_drop_last):
+            why, remedy = "the last batch of a stream is short", "dataloader_drop_last=True"
+            if makes_batches:
+                why, remedy = "batches are made by the lengths of rows", "per_device_train_batch_size instead"
+            raise DataError(
+                f"{owner.__class__.__name__} gathers rows through torch (all_gather), which waits or ends where "
+                f"processes have other numbers of them, and {why}. Set {remedy}, or gather with "
+                "self.accelerator.gather."
             )
+        return True
+
+    def _most(self, dataset: Any, total: int, is_training: bool) -> int | None:
+        """Batches of `total` rows of an epoch, at most; a warning where an evaluation reads none."""
+        args = self.owner.args
         most = (args.overfit_batches or args.limit_train_batches) if is_training else None
         if most and pipeline.is_stream(dataset):
             raise DataError(
@@ -107,17 +117,23 @@ class Loaders:
 
     def adopt(self, loader: Any, is_training: bool = True) -> Any:
         """`loader` with a position and a part for each process; see `posttrain.core.data.pipeline.adopt`. Where the
-        processes would not read the same first, each keeps what it reads.
+        processes would not read the same first, or not as much, each keeps what it reads, and they stay in step.
         """
         dist = self.owner.dist
         given: dict[str, Any] = {"seed": self.owner.data_seed, "is_training": is_training}
-        given["whole"] = not self.owner.scaling.is_own_loss  # it may gather rows, of which each process has as many
+        scaling = self.owner.scaling
+        given["whole"] = not scaling.is_own_loss  # it may gather rows, of which each process has as many
         if dist.world_size > 1 and not isinstance(loader, pipeline.Loader):
-            first = dist.gather_patiently(pipeline.first_read(loader, self.owner.data_seed), "that all have a loader")
+            read = pipeline.first_read(loader, self.owner.data_seed), pipeline.known_length(loader)
+            first = dist.gather_patiently(read, "that all have a loader")
             given |= {"rank": dist.rank, "world_size": dist.world_size, "own_rows": len({*first}) > 1}
+            given["fills"] = scaling.gathers_rows
             if given["own_rows"]:
                 logger.info("The given %s has other rows for each process: none are dealt.", type(loader).__name__)
-        return pipeline.adopt(loader, **given)
+        adopted = pipeline.adopt(loader, **given)
+        if dist.world_size > 1:
+            adopted.keep_in_step(dist.gather_object, dist.highest)
+        return adopted
 
     def end_workers(self, loader: Any) -> None:
         """No process reads any more for `loader`, nor for those that are kept."""

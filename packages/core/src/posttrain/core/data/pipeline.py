@@ -165,6 +165,11 @@ def _is_of_accelerate(loader: Any) -> bool:
     return type(loader).__module__.partition(".")[0] == "accelerate"
 
 
+def known_length(loader: Any) -> int | None:
+    """Batches that `loader` says it has; None where it does not."""
+    return len(loader) if has_length(loader) else None
+
+
 def first_read(loader: Any, seed: int) -> str | None:
     """What a user's loader gives this process first, to be compared with what it gives the others: the rows' numbers;
     of a stream a digest of the first row, of any other loader one of the first batch. None where looking would take a
@@ -179,6 +184,9 @@ def first_read(loader: Any, seed: int) -> str | None:
             return None
         if inner_sampler(sampler) is not None:
             sampler.sampler = copy.copy(sampler.sampler)
+        if not has_length(sampler):
+            with private_random_numbers(seed):
+                return None if is_one_shot(sampler) else repr(next(iter(sampler), None))
         return repr(Loader(loader.dataset, batch_sampler=sampler, seed=seed).rows_of(0, 0))
     source = loader.dataset if is_plain else loader  # a loader would start its workers
     copied = copy.deepcopy if is_plain and knows_position(source) else copy.copy
@@ -210,6 +218,7 @@ def adopt(
     is_training: bool = True,
     own_rows: bool = False,
     whole: bool = False,
+    fills: bool = False,
 ) -> Loader:
     """A user's loader, with a position and, over several processes, with the part of each.
 
@@ -217,7 +226,8 @@ def adopt(
     come: each process keeps every `world_size`-th, and resuming reads the earlier ones again. A loader prepared by
     accelerate, one over a `DistributedSampler`, or one with `own_rows`, gives each process its own part already. An
     evaluation leaves out rows that accelerate has repeated to fill up the last batch; where a batch must be `whole`,
-    as for a loss that gathers rows itself, they only do not count.
+    as for a loss that gathers rows itself, they only do not count. With `fills`, the last batch of rows by index is
+    filled up here too.
     """
     if isinstance(loader, Loader):
         return loader
@@ -240,7 +250,9 @@ def adopt(
         return Loader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **place)
     if type(loader.batch_sampler) is BatchSampler:
         size, last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
-        return Loader(loader.dataset, batch_size=size, sampler=loader.batch_sampler.sampler, drop_last=last, **place)
+        return Loader(
+            loader.dataset, batch_size=size, sampler=loader.batch_sampler.sampler, drop_last=last, whole=fills, **place
+        )
     if loader.batch_sampler is not None:
         return Loader(loader.dataset, batch_sampler=loader.batch_sampler, **place)
     raise DataError(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import logging
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from posttrain.core.errors import DataError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Strategies that need the length of each row.
@@ -236,6 +238,36 @@ def deal(group: list[T], rank: int, world_size: int, size: int) -> tuple[list[T]
     return (part, False) if part else (group[-1:], True)
 
 
+def in_step(
+    items: Iterator[T], highest: Callable[[list[int]], list[int]], fill: Callable[[T], T] | None
+) -> Iterator[T]:
+    """`items`, of which no process knows how many the others have, so each is asked before each: `highest` gives the
+    largest of each number that all pass.
+
+    With `fill`, a process whose items have ended goes on with fillers of its last one as long as another has any; a
+    `DataError` where it had none. Without, all end with the first, and a warning says so.
+    """
+    last: T | None = None
+    while True:
+        item = next(items, None)
+        has_ended, has_more = highest([int(item is None), int(item is not None)])
+        if not has_more:
+            return
+        if has_ended and fill is None:
+            logger.warning("The data of this epoch has ended on one process, so it ends here: %s", _SHORTER)
+            return
+        if item is None:
+            if last is None or fill is None:
+                raise DataError(f"This process has no batch, and others have. {_AS_MANY}")
+            item = fill(last)
+        last = item
+        yield item
+
+
+_AS_MANY = "Let what divides the rows give each process as many batches."
+_SHORTER = f"what others have left of it is not read. {_AS_MANY}"
+
+
 class Draw(NamedTuple):
     """One batch to be read, as it travels to a worker."""
 
@@ -243,6 +275,8 @@ class Draw(NamedTuple):
     is_filler: bool
     seed: int | None
     epoch: int
+    kept: int | None = None
+    """The first rows of it that count, where the others are repeated; None: all count."""
 
 
 @dataclass(eq=False, repr=False)
@@ -265,8 +299,13 @@ class Draws(Sampler[Draw]):
     seeded: bool
     most: int | None
     repeats: bool
+    whole: bool
+    marks: bool
 
     def __post_init__(self) -> None:
+        self.gather: Callable[[Any], list[Any]] | None = None
+        self.highest: Callable[[list[int]], list[int]] | None = None
+        self.longest = 0
         self.drop_last = self.drop_last and self.batch_size is not None  # a batch sampler decides for itself
         self.group = (self.batch_size or 1) * self.world_size
         self.most = None if self.most is None else self.most * self.group
@@ -276,7 +315,7 @@ class Draws(Sampler[Draw]):
         self.generator = next((one for one in found if isinstance(one, torch.Generator)), None)
 
     def __len__(self) -> int:
-        return self.num_batches(self.num_rows)
+        return max(self.num_batches(self.num_rows), self.longest)
 
     @property
     def rows(self) -> Any:
@@ -298,7 +337,28 @@ class Draws(Sampler[Draw]):
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Draw]:
-        return self.from_place(self.order(self.epoch), self.epoch, self.start)
+        order = self.order(self.epoch)
+        if self.gather is not None and not isinstance(order, Iterator):
+            self.agree(len(order), self.gather)
+        draws = self.from_place(order, self.epoch, self.start)
+        if self.highest is None or not isinstance(order, Iterator):
+            return draws
+        return in_step(draws, self.highest, (lambda draw: draw._replace(is_filler=True)) if self.marks else None)
+
+    def agree(self, rows: int, gather: Callable[[Any], list[Any]]) -> None:
+        """Find the `longest` of the epoch, of which this process reads so many `rows`. Raises a `DataError` on all
+        processes where one has no batch.
+        """
+        counts, before = gather(self.num_batches(rows)), self.longest
+        self.longest = max(counts)
+        shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+        if min(counts) == 0 < self.longest:
+            raise DataError(f"The batches of an epoch are {shown}, and a process needs one. {_AS_MANY}")
+        if min(counts) < self.longest != before:
+            logger.warning(
+                f"The batches of an epoch are {shown}. A process that has read its own computes, for each further one "
+                f"of the others, a batch that does not count. {_AS_MANY}"
+            )
 
     def order(self, epoch: int) -> Any:
         """The rows in the order of `epoch`; an iterator only if they are too many to count."""
@@ -311,13 +371,30 @@ class Draws(Sampler[Draw]):
     def from_place(self, order: Any, epoch: int, start: int) -> Iterator[Draw]:
         for place, group in groups(order, start, self.group):
             if len(group) < self.group and self.drop_last:
-                return
-            indices: Any
-            indices, is_filler = deal(group, self.rank, self.world_size, self.batch_size or 1)
-            if self.batch_size is None:
-                indices = indices[0][-1:] if is_filler else indices[0]
-            seed = mix(self.seed, epoch, place, self.own_rank) if self.seeded else None
-            yield Draw(indices, is_filler, seed, epoch)
+                break
+            indices, is_filler, kept = self._part(group, order)
+            yield Draw(indices, is_filler, self._seed_of(epoch, place), epoch, kept)
+        if self.longest and not isinstance(order, Iterator):
+            for number in range(max(self.num_batches(len(order)), start // self.group), self.longest):
+                last: Any = next(groups(order, len(order) - 1, 1))[1]
+                seed = self._seed_of(epoch, number * self.group)
+                yield Draw(last if self.batch_size is not None else last[0][-1:], True, seed, epoch)
+
+    def _part(self, group: list[Any], order: Any) -> tuple[list[int], bool, int | None]:
+        """(rows of this process in `group`, whether they only fill up, how many count if not all)."""
+        if self.batch_size is None:
+            [indices], is_filler = deal(group, self.rank, self.world_size, 1)
+            return indices[-1:] if is_filler else indices, is_filler, None
+        if not self.whole or len(group) == self.group or isinstance(order, Iterator):
+            return *deal(group, self.rank, self.world_size, self.batch_size), None
+        _, first = next(groups(order, 0, self.group))
+        begin = self.rank * self.batch_size
+        filled = [*islice(chain(group, cycle(first)), begin, begin + self.batch_size)]
+        kept = min(max(len(group) - begin, 0), self.batch_size)
+        return filled, self.marks and kept == 0, kept if self.marks else None
+
+    def _seed_of(self, epoch: int, place: int) -> int | None:
+        return mix(self.seed, epoch, place, self.own_rank) if self.seeded else None
 
 
 def mix(*numbers: int) -> int:

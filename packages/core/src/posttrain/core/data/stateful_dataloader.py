@@ -19,11 +19,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.data import workers
 from posttrain.core.data.batch_samplers import EpochBatchSampler
-from posttrain.core.data.batches import Collate, Rows, at_hand
+from posttrain.core.data.batches import Collate, Rows, as_filler, at_hand
 from posttrain.core.data.samplers import (
     Draws,
     EpochSampler,
     SeededRandomSampler,
+    has_length,
+    in_step,
     inner_sampler,
     is_stream,
     knows_position,
@@ -69,6 +71,7 @@ class Loader(DataLoader[Any]):
         limits: of the model's ids, see `check_limits`; each batch is checked before it is yielded.
         most: batches of an epoch at most, of rows by index.
         repeats: read in each epoch what the first one reads.
+        whole: fill up the last group with the first rows, for a loss that gathers rows; see `Draws`.
         own_rows: each process reads other rows already; none are dealt.
         engine: further arguments of the `DataLoader`, such as ``num_workers``.
 
@@ -93,6 +96,7 @@ class Loader(DataLoader[Any]):
         limits: Mapping[str, int] | None = None,
         most: int | None = None,
         repeats: bool = False,
+        whole: bool = False,
         own_rows: bool = False,
         **engine: Any,
     ) -> None:
@@ -123,6 +127,7 @@ class Loader(DataLoader[Any]):
                 dealt["rank"], dealt["world_size"] = 0, 1
             size = batch_size if batch_sampler is None else None
             dealt |= {"own_rank": rank, "seeded": engine["num_workers"] > 0, "most": most, "repeats": repeats}
+            dealt |= {"whole": whole, "marks": not advance}
             self._draws = Draws(dataset, order, size, **dealt)
             self.rows_per_batch = self._draws.group
             engine["batch_sampler"] = self._draws
@@ -136,6 +141,8 @@ class Loader(DataLoader[Any]):
         self._engine = DataLoader(source, collate_fn=collate, **engine)
         vars(self).update({name: vars(self._engine)[name] for name in ENGINE})
         self._now = self._next = self._beginning()
+        self._highest: Callable[[list[int]], list[int]] | None = None  # see `keep_in_step`
+        self._length: int | None = None
         self._shift = 0, 0  # rows by which batches of an epoch begin later than their number says
 
     @property
@@ -157,6 +164,28 @@ class Loader(DataLoader[Any]):
             return len(self.batch_sampler.lengths) / max(len(self), 1)
         return None
 
+    def keep_in_step(self, gather: Callable[[Any], list[Any]], highest: Callable[[list[int]], list[int]]) -> None:
+        """Give all processes as many batches, where each has rows of its own, maybe of another number: `gather` lists
+        what all of them pass, here and once an epoch. Where a number is not known, `highest` (of each number that they
+        pass) is asked for before each batch.
+
+        Rows by index are all read: a process that has read its own goes on with fillers. So it is in an evaluation of
+        a stream. In training an epoch of a stream ends for all with the first. Raises a `DataError` on all processes
+        where one has no batch.
+        """
+        dealt = self._draws if self._stream is None else self._stream
+        if dealt.world_size > 1:
+            return
+        if self._stream is None:
+            self._draws.gather, self._draws.highest = gather, highest
+            if has_length(self._draws.rows):
+                self._draws.agree(self._draws.num_rows, gather)
+            return
+        lengths = gather(len(self._stream) if has_length(self._stream.dataset) else None)
+        self._highest = highest if None in lengths or len({*lengths}) > 1 else None
+        if self._highest is not None and None not in lengths:
+            self._length = min(lengths) if self._advance else max(lengths)
+
     def batches_left(self, state: dict[str, Any]) -> int:
         """Batches of the epoch after a position of `state_dict`, which another batch size or number of processes may
         have led to. The data must have a length.
@@ -168,7 +197,9 @@ class Loader(DataLoader[Any]):
         if isinstance(sampler, EpochSampler):
             given = sampler.resume(state["epoch"], state.get("cut", sampler.cut(state["epoch"])), given)
             rows = sampler
-        return self._draws.num_batches(self._draws.at_most(len(rows)) - given)
+        own = self._draws.num_batches(self._draws.at_most(len(rows)) - given)
+        left: int = max(own, self._draws.longest - given // self.rows_per_batch)
+        return left
 
     def number(self, batches: int) -> None:
         """Let the next batch be number `batches` of its epoch, for `rows_of`."""
@@ -256,6 +287,8 @@ class Loader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Batches of an epoch on this process."""
+        if self._length is not None:
+            return self._length
         return len(self._draws if self._stream is None else self._stream)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator's private class
@@ -267,7 +300,11 @@ class Loader(DataLoader[Any]):
         self._generator.manual_seed(mix(self._seed, self.epoch))
         if self._stream is not None:
             self._stream.seek(self.epoch, now.given, now.turn, now.dataset)
-            return self._give_from_stream(workers.iterate(self._engine, self), now)
+            batches = workers.iterate(self._engine, self)
+            if self._highest is not None:
+                fill = None if self._advance else (lambda given: (given[0], as_filler(given[1])))
+                batches = in_step(batches, self._highest, fill)
+            return self._give_from_stream(batches, now)
         if (generator := self._draws.generator) is not None:
             if now.sampler is not None:
                 generator.set_state(now.sampler)

@@ -105,7 +105,7 @@ class Metrics:
 
     def total(self, name: str) -> float:
         """The sum of `name` on this process since the last drain; waits for the device."""
-        return _plain({name: self._values.get(name, (0, 0))})[name][0]
+        return plain({name: self._values.get(name, (0, 0))})[name][0]
 
     def copy(self) -> Metrics:
         """A snapshot of the metrics, independent of the original."""
@@ -148,16 +148,20 @@ class Metrics:
         taken = {name: pair for name, pair in self._values.items() if is_asked(name)}
         self._values = {name: pair for name, pair in self._values.items() if name not in taken}
         everyone = Metrics()
-        for part in gather(_plain(taken)):
+        for part in gather(plain(taken)):
             everyone.update(part)
         pairs = {name: pair for name, pair in everyone._values.items() if not isinstance(pair[1], str)}
         others = {name: pair for name, pair in everyone._values.items() if name not in pairs}
         pairs |= {name: (v, 1) for name, (v, kind) in others.items() if kind == "sum" or not math.isnan(v)}
         return {name.removeprefix(OF_EPOCH): pair for name, pair in pairs.items()}
 
+    def sums(self) -> dict[str, tuple[Any, Any]]:
+        """The pairs of numbers or tensors that `state_dict` makes numbers of; without a wait for a device."""
+        return dict(self._values)
+
     def state_dict(self) -> dict[str, tuple[float, float | str]]:
         # Plain numbers of the same type, so that a resumed sum continues bit for bit.
-        return _plain(self._values)
+        return plain(self._values)
 
     def load_state_dict(self, state: dict[str, tuple[float, float | str]]) -> None:
         self._values = {name: (value, count) for name, (value, count) in state.items()}
@@ -172,7 +176,7 @@ def _further(before: Any, value: Any, which: str) -> Any:
     return min(known) if which == "min" else max(known)
 
 
-def _plain(pairs: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+def plain(pairs: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     """`pairs` with numbers in place of tensors; of those on a device, one wait for all of a type."""
     numbers: dict[int, Any] = {}  # by the `id` of what holds them
     groups: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}

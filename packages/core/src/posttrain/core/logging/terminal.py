@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import re
@@ -13,8 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.files import means_disk_full
+
 if TYPE_CHECKING:
     from posttrain.core.state import TrainerState
+
+logger = logging.getLogger(__name__)
 
 #: How many numbers of a record a line shows.
 SHOWN = 8
@@ -94,6 +99,34 @@ def quiet() -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(tuple(MESSAGES.values()))
+
+
+class _Output(io.FileIO):
+    """The standard output; nothing any more once its disk is full: what a command does is worth more than its lines."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not means_disk_full(error):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            logger.warning(
+                f"The standard output cannot be written: {error.strerror}. Nothing more is printed there, and the "
+                "command goes on. Free some space."
+            )
+            return len(data)
+
+
+def outlive_full_disk() -> None:
+    """Let a full disk under the standard output, where that is a file, not end this process."""
+    own = sys.__stdout__
+    if own is not None and sys.stdout is own and not is_terminal(own):
+        own.flush()
+        raw = io.BufferedWriter(_Output(own.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(raw, own.encoding, own.errors, line_buffering=own.line_buffering)
 
 
 class Repeats:

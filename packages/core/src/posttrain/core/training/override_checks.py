@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 #: The inner methods of transformers 5 and its predecessors, by what to override or set instead.
@@ -62,6 +63,48 @@ def is_ours(owner: object, method: str) -> bool:
 def reads(owner: object, *names: str) -> bool:
     """Whether a method that is the user's, of the class of `owner` or set on it, reads one of `names`."""
     return not _read_by([*_theirs(owner.__class__), vars(owner)]).isdisjoint(names)
+
+
+#: Packages whose functions are not looked through.
+_FRAMEWORKS = {"accelerate", "builtins", "numpy", "peft", "posttrain", "torch", "transformers"}
+
+
+def loss_reads(owner: Any, *names: str) -> bool:
+    """Whether the user's loss or model, or what it calls by a name that can be found without running it, reads one of
+    `names`: methods, functions of other modules, and the modules and objects that the trainer holds.
+    """
+    own = {name: value for kind in reversed(owner.__class__.__mro__) for name, value in vars(kind).items()}
+    own, seen, found = own | vars(owner), set(), set()
+    left: list[Any] = [owner.compute_loss, owner.compute_loss_func, owner.training_step, owner.prediction_step]
+    left += {type(part) for part in owner.model.modules()}
+    while left:
+        value = left.pop()
+        value = value.__func__ if isinstance(value, (MethodType, classmethod, staticmethod)) else value
+        if isinstance(value, FunctionType):
+            value = inspect.unwrap(value)
+        elif not isinstance(value, type):
+            value = type(value)  # of an object that is called, such as a module
+        found.add(value.__name__)  # which may have been imported under another
+        if value in seen or str(value.__module__).partition(".")[0] in _FRAMEWORKS:
+            continue
+        seen.add(value)
+        if isinstance(value, type):
+            left += [
+                part for part in vars(value).values() if isinstance(part, (FunctionType, classmethod, staticmethod))
+            ]
+            continue
+        read = _names_in(value.__code__)
+        found |= read
+        known = [value.__globals__, own]
+        known += [vars(one) for name in read if isinstance(one := value.__globals__.get(name), ModuleType)]
+        left += [scope[name] for scope in known for name in read if name in scope]
+    return not found.isdisjoint(names)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The attributes and globals that `code` reads, and the functions within it."""
+    inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    return {*code.co_names}.union(*inner)
 
 
 def _theirs(trainer_class: type) -> list[Mapping[str, Any]]:

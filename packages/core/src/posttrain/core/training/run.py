@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -121,15 +120,17 @@ class Run:
     # ---- resuming ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process stands, of what `Trainer.state_dict` saves."""
+        """Where this process stands, of what `Trainer.state_dict` saves; without a wait for the device, on which the
+        `metrics` and the norm of the gradients may be: see `CheckpointManager.remember`.
+        """
         control, progress, plan = self.owner.control, self.progress, self.plan
         spikes = {} if self.spikes is None else {"spikes": self.spikes.state_dict()}
         trained = {name: parameter.requires_grad for name, parameter in unwrap(self.owner.model).named_parameters()}
         return {
-            "progress": asdict(progress) | {"grad_norm": float(progress.grad_norm)},
+            "progress": dict(vars(progress)),
             "plan": [plan.accumulation, plan.batches_per_epoch, plan.resized_at],
             "loader": self.loader.state_dict(),
-            "metrics": self.owner.metrics.state_dict(),
+            "metrics": self.owner.metrics.sums(),
             "health": asdict(self.finite.counts) | spikes,
             "cuts": 0 if self.splitter is None else self.splitter.cuts,
             "epoch_stops": control.should_epoch_stop and not progress.epoch_ended,
@@ -362,7 +363,7 @@ class Run:
             with owner.clock("save"):
                 saving.ask()
         if args.save_on_exception:
-            owner.checkpoints.boundary = copy.deepcopy(owner.checkpoints.position())
+            owner.checkpoints.remember()
         if self.pace is not None:
             owner.dist.enter_step(owner.state.global_step + 1, self.progress.batches)
             self.pace.resume()

@@ -33,8 +33,6 @@ class Scaling:
         self.objective = normalization.Objective(owner.compute_loss, means, own_count=self.declared == "mixed")
         # No method or function of the user takes the place of our loss, or the model's.
         self.is_own_loss = override_checks.is_ours(owner, "compute_loss") and owner.compute_loss_func is None
-        gathering = "all_gather", "all_gather_into_tensor"  # of torch, with which each process needs as many rows
-        self.gathers_rows = not self.is_own_loss and override_checks.reads(owner, *gathering)
         # A loss is multiplied with it, since processes average their gradients.
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         stock = "windows get_batch_samples count_items prepare_inputs complete_inputs".split()
@@ -52,6 +50,12 @@ class Scaling:
             self.objective.times, self.objective.is_open = None, True
             # And does so only where there is a count, which transformers gives in training alone.
             self.objective.counts_evaluation = False
+
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether the loss gathers rows through torch, as the trainer is now: each process then needs as many."""
+        gathering = "all_gather", "all_gather_into_tensor", "all_gather_tensor"
+        return self.owner.dist.world_size > 1 and override_checks.loss_reads(self.owner, *gathering)
 
     @contextlib.contextmanager
     def as_of_transformers(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> Iterator[None]:

@@ -22,25 +22,6 @@ from posttrain.core.files import write_text
 
 LAST = 4096
 """Bytes of a program's output that are read, from its end."""
-GUARD = """
-import os, shutil, signal, sys
-programs = {}
-for line in sys.stdin:
-    program, folder = line[:-1].split(" ", 1)
-    programs[folder] = int(program)
-    if programs[folder] < 0:
-        del programs[folder]
-for folder, program in programs.items():
-    if program:
-        try:
-            os.killpg(program, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    shutil.rmtree(folder, ignore_errors=True)
-"""
-"""Reads lines, each the program that runs in a folder, 0 where none does, or -1 where that is gone. When their writer
-has ended, be it by kill -9, it ends the programs and removes the folders that are left.
-"""
 
 
 class AgentCommand:
@@ -154,7 +135,8 @@ def _tell_guard(program: int, folder: str) -> None:
 
 @functools.cache
 def _guard() -> Any:
-    words, null = [sys.executable, "-I", "-S", "-c", GUARD], subprocess.DEVNULL
+    file, null = Path(__file__).with_name("guard.py"), subprocess.DEVNULL
+    words = [sys.executable, "-I", "-S", str(file)]
     # Ctrl-C is for the trainer.
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
 
