@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from posttrain.core.data.accelerator import CaptureGraphs
 from posttrain.core.distributed import division
@@ -161,6 +162,7 @@ def sharded_over_one(monkeypatch):
     """FSDP takes several processes; here it shards over this one, so that the device sees its copies."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    AcceleratorState._reset_state(reset_partial_state=True)  # arguments of an earlier test have started it
     place = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))

@@ -26,7 +26,7 @@ CALLED_BY_SCRIPTS = set(
     """
     _nested_gather _pad_across_processes prediction_loop gather_function get_cp_size get_sp_size get_tp_size
     init_hf_repo _issue_warnings_after_load is_local_process_zero is_world_process_zero num_examples
-    set_initial_training_values _save_optimizer_and_scheduler _save_rng_state _save_scaler
+    set_initial_training_values _push_from_checkpoint _save_optimizer_and_scheduler _save_rng_state _save_scaler
 """.split()
 )
 

@@ -28,11 +28,7 @@ class ArgumentSetters:
     @property
     def deepspeed_plugin(self) -> Any:
         """accelerate's plugin of `deepspeed`, which scripts ask for its `zero_stage`; None without DeepSpeed."""
-        if not deepspeed.is_asked_for(self.deepspeed):
-            return None
-        from accelerate.utils import DeepSpeedPlugin
-
-        return DeepSpeedPlugin(hf_ds_config=deepspeed.read(self.deepspeed))
+        return deepspeed.plugin(self.deepspeed)
 
     def _set(self, **values: Any) -> Self:
         values, problems = translate_old_names(type(self), values)

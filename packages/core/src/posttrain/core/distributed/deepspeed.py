@@ -68,6 +68,15 @@ def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
     return json.loads(json.dumps(config))
 
 
+def plugin(config: dict[str, Any] | str | None) -> Any:
+    """accelerate's plugin of the configuration; None where DeepSpeed is not asked for."""
+    if not is_asked_for(config):
+        return None
+    from accelerate.utils import DeepSpeedPlugin
+
+    return DeepSpeedPlugin(hf_ds_config=read(config))
+
+
 def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | None = None) -> dict[str, Any]:
     """`config` with ``"auto"`` values filled in from the arguments of the run. Raises a `ConfigError` where it
     contradicts the arguments, or where they do not determine a missing value.

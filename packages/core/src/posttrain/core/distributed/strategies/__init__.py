@@ -54,11 +54,12 @@ def meet_launched(args: DistributedArguments) -> None:
     """Start the process group, and take the GPU, of a launched process: scripts use both before there is a trainer, and
     accelerate's loggers in any.
     """
-    if environment.world_size() == 1:
-        if accelerate := sys.modules.get("accelerate.state"):
-            accelerate.PartialState(cpu=args.use_cpu)
-    elif "LOCAL_RANK" in os.environ and not torch.distributed.is_initialized():
-        process_state(args)
+    accelerate = sys.modules.get("accelerate.state")
+    if "LOCAL_RANK" in os.environ:
+        if not torch.distributed.is_initialized() and (accelerate or environment.world_size() > 1):
+            process_state(args)
+    elif accelerate and environment.world_size() == 1:
+        accelerate.PartialState(cpu=args.use_cpu)
 
 
 def process_state(args: DistributedArguments) -> Any:
