@@ -709,6 +709,33 @@ def test_a_training_step_written_anew_trains_the_same(script):
     assert agree(run)[0] == agree(usual)
 
 
+def test_a_preparation_that_takes_a_part_of_the_rows_leaves_the_mean_of_micro_batches(script):
+    """The way of trl's GRPO until 2025: a batch is of all micro-batches, and each step takes its part of it."""
+
+    def run(library):
+        class Parts(library.Trainer):
+            taken = 0
+
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self.model_accepts_loss_kwargs = False
+
+            def _prepare_inputs(self, inputs):
+                inputs, part = super()._prepare_inputs(inputs), self.taken % 2
+                self.taken += 1
+                return {name: value[4 * part : 4 * part + 4] for name, value in inputs.items()}
+
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return model(**inputs)[0]
+
+        options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 5}
+        trainer = script(library, trainer=Parts, learning_rate=0.1, **options)
+        trainer.train()
+        return [(record["loss"], record["grad_norm"]) for record in trainer.state.log_history[:-1]], trainer.taken
+
+    agree(run)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("order", ["of the trainer", "of the loader"])
 def test_a_training_loader_written_anew_reads_the_same_rows_and_can_be_resumed(script, tmp_path, order):

@@ -341,11 +341,14 @@ class Trainer(TrainerNames):
         Returns:
             The detached share of the window's loss, shape (). The window's loss is the mean of the processes' sums.
         """
-        scaling, objective, inputs = self.scaling, self.scaling.objective, self.prepare_inputs(inputs)
+        scaling, objective = self.scaling, self.scaling.objective
         num_items = self.run.num_items if num_items_in_batch is None else num_items_in_batch
         # Counted before the loss is computed: old code pops the labels from its inputs.
         needs_items = num_items is not None and (objective.is_open or objective.returns_mean is not False)
-        items = self.count_items(inputs) if needs_items else None
+        items = self.count_items(inputs) if needs_items and scaling.has_own_inputs else None
+        inputs = self.prepare_inputs(inputs)
+        if needs_items and not scaling.has_own_inputs:
+            items = self.count_items(inputs)
         with self.compute_loss_context_manager():
             if objective.is_open and num_items is not None:
                 scaling.find_out(model, inputs, num_items, items)

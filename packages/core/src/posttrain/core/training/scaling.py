@@ -37,7 +37,9 @@ class Scaling:
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         stock = "windows get_batch_samples count_items prepare_inputs complete_inputs".split()
         counts = all(override_checks.is_ours(owner, name) and override_checks.is_stock(owner, name) for name in stock)
-        counts &= override_checks.is_ours(owner, "_prepare_inputs")
+        #: A script's own `_prepare_inputs` may take a part of the rows, of which the window has counted all.
+        self.has_own_inputs = not override_checks.is_ours(owner, "_prepare_inputs")
+        counts &= not self.has_own_inputs
         #: A micro-batch that is the whole window has all its items: then every kind of loss is the same number, and a
         #: script's, which may write somewhere, is not called to measure it.
         self.may_be_whole = not self.is_own_loss and owner.dist.world_size == 1 and counts
@@ -64,7 +66,7 @@ class Scaling:
         """
         owner, objective = self.owner, self.objective
         unknown = num_items if objective.is_open else None
-        if unknown is not None and override_checks.is_ours(owner, "_prepare_inputs"):
+        if unknown is not None and not self.has_own_inputs:
             tried = owner.prepare_inputs(copy.copy(inputs))
             with owner.compute_loss_context_manager():
                 self.find_out(model, tried, unknown, owner.count_items(tried))
