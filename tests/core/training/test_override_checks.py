@@ -1,5 +1,6 @@
 """A subclass whose override would never be called is told so."""
 
+import functools
 import inspect
 import logging
 
@@ -103,8 +104,9 @@ class Losses(Trainer):
         (of_all, True),
         (torch.nn.Linear(2, 2), False),
         (lambda rows: rows.mean(), False),
+        (functools.wraps(str.join)(lambda rows: rows.mean()), False),
     ],
-    ids=["function", "inner function", "module", "renamed", "of torch", "none"],
+    ids=["function", "inner function", "module", "renamed", "of torch", "none", "wraps what is written in C"],
 )
 def test_whether_a_loss_gathers_is_found_without_running_it(inner, gathers, tmp_path):
     trainer = Losses(tiny.causal_lm(), arguments(TrainingArguments, tmp_path))

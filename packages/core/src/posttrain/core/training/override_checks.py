@@ -81,8 +81,8 @@ def loss_reads(owner: Any, *names: str) -> bool:
         value = left.pop()
         value = value.__func__ if isinstance(value, (MethodType, classmethod, staticmethod)) else value
         if isinstance(value, FunctionType):
-            value = inspect.unwrap(value)
-        elif not isinstance(value, type):
+            value = inspect.unwrap(value)  # what it wraps may be written in C
+        if not isinstance(value, (FunctionType, type)):
             value = type(value)  # of an object that is called, such as a module
         found.add(value.__name__)  # which may have been imported under another
         if value in seen or str(value.__module__).partition(".")[0] in _FRAMEWORKS:
