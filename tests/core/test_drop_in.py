@@ -709,6 +709,25 @@ def test_a_training_step_written_anew_trains_the_same(script):
     assert agree(run)[0] == agree(usual)
 
 
+def test_a_loss_of_a_scripts_own_is_said_to_be_scaled_by_a_text_in_place_of_a_loss_function(script):
+    """As trl's GRPO of 0.22 to 0.28 does, and what was derived from it."""
+
+    def run(library):
+        class Scaled(library.Trainer):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, compute_loss_func="not None", **kwargs)
+
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return model(**inputs)[0] / self.current_gradient_accumulation_steps
+
+        options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 5}
+        trainer = script(library, trainer=Scaled, learning_rate=0.1, **options)
+        trainer.train()
+        return [(record["loss"], record["grad_norm"]) for record in trainer.state.log_history[:-1]]
+
+    agree(run)
+
+
 def test_a_preparation_that_takes_a_part_of_the_rows_leaves_the_mean_of_micro_batches(script):
     """The way of trl's GRPO until 2025: a batch is of all micro-batches, and each step takes its part of it."""
 

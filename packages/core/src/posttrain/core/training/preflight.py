@@ -250,7 +250,8 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     if isinstance(given := parts.processing_class, (str, type)):
         yield TypeError(f"processing_class is {given!r}; pass a loaded one, as AutoTokenizer.from_pretrained gives.")
     for name in ("compute_loss_func", "model_init"):
-        if (value := vars(parts)[name]) is not None and not callable(value):
+        is_read = name == "model_init" or parts.is_ours("compute_loss")
+        if (value := vars(parts)[name]) is not None and not callable(value) and is_read:
             yield TypeError(f"{name} must be a function, not {value!r}.")
     if callable(parts.compute_loss_func) and not accepts(parts.compute_loss_func, "num_items_in_batch"):
         yield TypeError("compute_loss_func is called with num_items_in_batch=..., and this one has no such argument.")

@@ -203,7 +203,9 @@ def declared_kind(owner: Trainer) -> str | None:
     """What `compute_loss` is declared to return, ``"sum"``, ``"mean"`` or ``"mixed"``; None: not declared. What our
     trainers know of their own losses does not hold for a method that replaced them.
     """
-    scaled = owner.loss_is_scaled_for_ga
+    scaled, function = owner.loss_is_scaled_for_ga, owner.compute_loss_func
+    if scaled is None and function is not None and not callable(function):
+        scaled = True  # a text, with which trl's GRPO of 2025 tells transformers so of a `compute_loss` of its own
     if scaled is None and override_checks.is_ours(owner, "compute_loss"):
         scaled = owner.loss_is_scaled()
     return scaled if scaled is None or scaled == "mixed" else "sum" if scaled else "mean"
