@@ -399,9 +399,10 @@ def test_our_own_losses_are_known_and_one_that_replaces_them_is_not():
     from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 
     for kind in (DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer):
-        bare = kind.__new__(kind)
+        without = {"compute_loss_func": None}
+        bare = object.__new__(type("Bare", (kind,), without))
         assert scaling.declared_kind(bare) == "sum"
-        replaced = type("Mine", (kind,), {"compute_loss": Mean.compute_loss})
+        replaced = type("Mine", (kind,), {"compute_loss": Mean.compute_loss} | without)
         assert scaling.declared_kind(replaced.__new__(replaced)) is None
         bare.compute_loss = lambda *args: None
         assert scaling.declared_kind(bare) is None
