@@ -43,6 +43,14 @@ def with_its_own_count(self, model, inputs, return_outputs=False, num_items_in_b
     return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="sum")
 
 
+def processes():
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def times_the_processes(trainer, loss):
+    return loss * trainer.accelerator.num_processes
+
+
 class Table:
     """Each hook in each signature, as scripts of some year have it."""
 
@@ -115,6 +123,12 @@ class Table:
     def compute_loss__times_the_processes_of_a_new_state(self, model, inputs, num_items_in_batch=None, **options):
         AcceleratorState()  # as functions of accelerate make one: it takes in the number of processes again
         return with_its_own_count(self, model, inputs) / num_items_in_batch * self.accelerator.num_processes
+
+    def compute_loss__times_what_torch_says(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return with_its_own_count(self, model, inputs) / num_items_in_batch * processes()
+
+    def compute_loss__times_the_processes_elsewhere(self, model, inputs, num_items_in_batch=None, **options):
+        return times_the_processes(self, with_its_own_count(self, model, inputs) / num_items_in_batch)
 
     def compute_loss__reads_the_processes(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         ones = self.accelerator.gather(torch.ones(3))
@@ -221,6 +235,17 @@ class Sampling(Trainer):
         return with_its_own_count(self, model, inputs) / num_items_in_batch * self.args.world_size
 
 
+class Keeping(Trainer):
+    """It keeps the number of processes, and multiplies its loss with it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.world_size = self.args.world_size
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return with_its_own_count(self, model, inputs) / num_items_in_batch * self.world_size
+
+
 CASES = [name for name in vars(Table) if "__" in name[2:] and not name.startswith("__")]
 #: Those that the scale of a loss goes through.
 SCALED = [name for name in CASES if name.startswith(("training_step", "compute_loss", "get_batch_samples"))]
@@ -285,7 +310,7 @@ def test_two_processes_make_the_steps_of_a_loop_by_hand(by_hand, tmp_path):
     done = together(2, [__file__, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert list(found) == [*SCALED, "checkpointed", "sampling"]
+    assert list(found) == [*SCALED, "checkpointed", "sampling", "keeping"]
     for name, of_case in found.items():
         torch.testing.assert_close(torch.tensor(of_case), torch.tensor(by_hand), rtol=2e-5, atol=0, msg=name)
 
@@ -440,6 +465,7 @@ if __name__ == "__main__":  # two processes, started by the test above
     found = {name: steps(name, folder / name, 2, 3) for name in SCALED}
     found["checkpointed"] = steps(SCALED[0], folder / "checkpointed", 2, 3, gradient_checkpointing=True)
     found["sampling"] = steps("sampling", folder / "sampling", 2, 3, Sampling)
+    found["keeping"] = steps("keeping", folder / "keeping", 2, 3, Keeping)
     assert Sampling.prepared == STEPS * 3, Sampling.prepared  # each micro-batch once, though the loss was measured
     if torch.distributed.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))

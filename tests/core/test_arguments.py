@@ -129,6 +129,13 @@ def test_eval_steps_follow_the_logging_steps():
     assert TrainingArguments(eval_strategy="epoch", logging_steps=7).eval_steps is None
 
 
+def test_none_is_what_it_is_to_the_peer_where_scripts_write_it():
+    args = TrainingArguments(bf16=None, remove_unused_columns=None, save_strategy="no", save_steps=None)
+    assert (args.bf16, args.remove_unused_columns, args.save_steps) == (False, False, 500)
+    with pytest.raises(ConfigError, match="save_steps=None must be of type"):
+        TrainingArguments(save_strategy="steps", save_steps=None)
+
+
 def test_do_eval_is_switched_on_by_the_strategy():
     assert TrainingArguments(eval_strategy="epoch").do_eval
     assert not TrainingArguments().do_eval

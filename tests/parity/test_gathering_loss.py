@@ -1,4 +1,6 @@
-"""A loss that gathers the rows of both processes: transformers' Trainer and ours fill up a last batch alike."""
+"""A loss that gathers the rows of both processes, or divides them by the batch size: transformers' Trainer and ours
+fill up a last batch alike.
+"""
 
 import json
 import sys
@@ -64,8 +66,45 @@ class Ours(Contrasts, Trainer):
     pass
 
 
+class Times:
+    """The way of Tevatron and of those made after it: only the rows of a process have a gradient, and processes average
+    theirs, so a loss is multiplied with their number.
+    """
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        result = super().compute_loss(model, inputs, return_outputs)
+        factor = self.args.world_size
+        return (result[0] * factor, result[1]) if return_outputs else result * factor
+
+
+class Groups(Contrasts):
+    """The way of rerankers: scores are divided into as many groups as a batch has rows by the arguments."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], output_hidden_states=True)
+        loss = -outputs.logits[:, -1].view(self.args.train_batch_size, -1).log_softmax(-1)[:, 7].mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class TheirsGroups(Groups, TheirTrainer):
+    pass
+
+
+class OursGroups(Groups, Trainer):
+    pass
+
+
+class TheirsTimes(Times, Theirs):
+    pass
+
+
+class OursTimes(Times, Ours):
+    pass
+
+
 def measured(name, rows, folder):
-    kind, config = {"Theirs": (Theirs, TheirArguments), "Ours": (Ours, TrainingArguments)}[name]
+    kind = globals()[name]
+    config = TheirArguments if issubclass(kind, TheirTrainer) else TrainingArguments
     args = config(
         str(folder), per_device_train_batch_size=2, per_device_eval_batch_size=2, num_train_epochs=2, use_cpu=True,
         train_sampling_strategy="sequential", logging_steps=1, report_to="none", save_strategy="no", optim="sgd",
@@ -84,13 +123,14 @@ def measured(name, rows, folder):
 
 
 @pytest.mark.parametrize("rows", [5, 7])  # of 5, one process has none of the last batch
-def test_the_last_batch_is_filled_up_as_by_the_peer(rows, tmp_path):
+@pytest.mark.parametrize("loss", ["", "Times", "Groups"])
+def test_the_last_batch_is_filled_up_as_by_the_peer(loss, rows, tmp_path):
     found = {}
-    for name in ("Theirs", "Ours"):
+    for name in (f"Theirs{loss}", f"Ours{loss}"):
         done = together(2, [__file__, name, str(rows), str(tmp_path)])
         assert done.returncode == 0, done.stderr[-4000:]
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    theirs, ours = found["Theirs"], found["Ours"]
+    theirs, ours = found.values()
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4) and len(ours["losses"]) == 4
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
     assert ours["rows"] == theirs["rows"] == rows

@@ -4,6 +4,8 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     BartConfig,
@@ -12,6 +14,7 @@ from transformers import (
     BartForSequenceClassification,
     BartModel,
     BertConfig,
+    PreTrainedModel,
 )
 from transformers.models.bert import modeling_bert
 
@@ -22,6 +25,21 @@ from tests import tiny
 from tests.contract.trainers import pad
 
 LOGGER = "posttrain.core.checkpoint.reload"
+
+
+class Forecaster(PreTrainedModel):
+    """Of numbers: it names no embedding, as a model of time series. There, transformers raises NotImplementedError."""
+
+    config_class = BertConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.post_init()
+
+    def forward(self, x, labels=None):
+        found = self.head(self.body(x).relu())[:, 0]
+        return {"loss": (found - labels).square().mean(), "logits": found}
 
 
 def trainer(folder, model=None, **changes):
@@ -155,3 +173,21 @@ def test_models_with_any_head_are_read_back(tmp_path, caplog, kind, config):
         reload.check(model, tmp_path)
     compared = "logits that differ by 0 of their size" in caplog.text
     assert compared == (kind.__name__ != "BertForMultipleChoice"), caplog.text
+
+
+def test_adapters_of_a_model_without_embeddings_are_saved_and_go_on(tmp_path):
+    rows = [{"x": [0.1 * i, 1.0, -0.2 * i, 0.5], "labels": float(i)} for i in range(8)]
+    args = TrainingArguments(str(tmp_path), max_steps=4, save_steps=2, use_cpu=True, report_to="none", logging_steps=1)
+    torch.manual_seed(0)
+    start = Forecaster(BertConfig()).state_dict()
+    found = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        torch.manual_seed(1)  # of the adapters
+        model = Forecaster(BertConfig())
+        model.load_state_dict(start)
+        run = Trainer(get_peft_model(model, LoraConfig(target_modules=["body"])), args, None, rows)
+        run.train(resume_from_checkpoint=checkpoint)
+        found.append([record["loss"] for record in run.state.log_history if "loss" in record])
+    assert found[0] == found[1] and len(found[0]) == 4
+    saved = load_file(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
+    assert {name.rpartition(".lora")[0] for name in saved} == {"base_model.model.body"}

@@ -120,5 +120,9 @@ def test_a_model_of_the_users_that_gathers_is_found(tmp_path):
         def forward(self, **inputs):
             return of_all(inputs["rows"])
 
-    trainer = Trainer(Model(2, 2), arguments(TrainingArguments, tmp_path))
-    assert override_checks.loss_reads(trainer, "all_gather")
+    class Derived(Model):
+        pass
+
+    for kind in (Model, Derived):
+        trainer = Trainer(kind(2, 2), arguments(TrainingArguments, tmp_path))
+        assert override_checks.loss_reads(trainer, "all_gather")

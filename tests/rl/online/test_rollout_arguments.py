@@ -59,6 +59,11 @@ def test_dropout_can_be_switched_off(tmp_path):
     assert logged(run, "sampling/sampling_logp_difference/mean") == []
 
 
+@pytest.mark.parametrize("everything", [None, -1])
+def test_all_tokens_are_sampled_among_where_trl_and_vllm_say_so(everything, tmp_path):
+    assert config(output_dir=str(tmp_path), top_k=everything).top_k == 0
+
+
 def test_the_chat_template_is_given_its_variables(tmp_path):
     tokenizer = tiny.tokenizer(chat_template=tiny.CHATML + "{% if slowly %}Let us think.{% endif %}")
     ids = {}

@@ -311,7 +311,8 @@ def tidy(config: Any) -> Iterator[str]:
     """Convert each value of `config` to its plain form, in place; yields errors.
 
     Enums of strings become strings, paths become strings, tuples become lists where a list is meant, numbers of numpy
-    become Python's, and a JSON object given as a string becomes a dict where a dict is allowed.
+    become Python's, a JSON object given as a string becomes a dict where a dict is allowed, and None becomes False
+    where only a switch is meant.
     """
     config_class: type = type(config)
     for field in dataclasses.fields(config):
@@ -325,6 +326,8 @@ def tidy(config: Any) -> Iterator[str]:
             value = list(value)
         elif type(value).__module__ == "numpy" and issubclass(type(value), numbers.Number):
             value = value.item()
+        elif value is None and bool in allowed and type(None) not in allowed and field.default is not None:
+            value = False  # as scripts write a switch that is off, such as null in a file
         elif isinstance(value, str) and dict in allowed and value.lstrip().startswith("{"):
             try:
                 value = json.loads(value, object_hook=_unquoted)

@@ -21,13 +21,14 @@ from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.errors import CheckpointError
 from posttrain.core.models.wrapping import (
     adapters_of,
-    base_model,
     config_of,
     generation_config,
     has_virtual_tokens,
+    input_embedding,
     is_of_transformers,
     is_pretrained,
     local_part,
+    output_embedding,
     plain_class,
     plain_classes,
     replaced,
@@ -319,8 +320,7 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
     adapters = tuple(adapters_of(model))
     if not adapters:
         return lambda name: True
-    trained, base = set(_trained(model)), base_model(model)
-    ends = [base.get_input_embeddings(), base.get_output_embeddings()] if hasattr(base, "get_input_embeddings") else []
+    trained, ends = set(_trained(model)), (input_embedding(model), output_embedding(model))
     embeddings = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     return lambda name: (
         name in trained or bool(set(adapters) & set(name.split("."))) or name.rpartition(".")[0] in embeddings

@@ -67,7 +67,7 @@ class Loaders:
             advance=is_training,
             limits=limits,
             most=self._most(dataset, batch_size * dist.world_size, is_training),
-            whole=self._gathers(dataset, makes_batches),
+            whole=self._are_whole(dataset, makes_batches),
             repeats=is_training and args.overfit_batches is not None,
             pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),  # which would not gain by it
             num_workers=args.dataloader_num_workers,
@@ -80,13 +80,13 @@ class Loaders:
             self.kept[key] = (read, loader)
         return loader
 
-    def _gathers(self, dataset: Any, makes_batches: bool) -> bool:
-        """Whether the loss gathers rows through torch, of which each process then has as many. Raises a `DataError`
-        where they cannot be given as many.
+    def _are_whole(self, dataset: Any, makes_batches: bool) -> bool:
+        """Whether the last batch is filled up on each process. Raises a `DataError` where it cannot be, and the loss
+        gathers rows through torch.
         """
         owner, args = self.owner, self.owner.args
         if not owner.scaling.gathers_rows:
-            return False
+            return owner.scaling.needs_whole_batches and not makes_batches
         if makes_batches or (pipeline.is_stream(dataset) and not args.dataloader_drop_last):
             why, remedy = "the last batch of a stream is short", "dataloader_drop_last=True"
             if makes_batches:
@@ -127,7 +127,7 @@ class Loaders:
             read = pipeline.first_read(loader, self.owner.data_seed), pipeline.known_length(loader)
             first = dist.gather_patiently(read, "that all have a loader")
             given |= {"rank": dist.rank, "world_size": dist.world_size, "own_rows": len({*first}) > 1}
-            given["fills"] = scaling.gathers_rows
+            given["fills"] = scaling.needs_whole_batches
             if given["own_rows"]:
                 logger.info("The given %s has other rows for each process: none are dealt.", type(loader).__name__)
         adopted = pipeline.adopt(loader, **given)

@@ -20,7 +20,7 @@ from torch import nn
 from posttrain.core.distributed import deepspeed
 from posttrain.core.distributed.shard_settings import Sharding
 from posttrain.core.errors import did_you_mean
-from posttrain.core.models.wrapping import base_model, local_part, setting, unwrap
+from posttrain.core.models.wrapping import base_model, input_embedding, local_part, setting, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +190,7 @@ def _ends(model: nn.Module) -> list[nn.Module]:
     """The input embedding and the output head of `model`, but not where they are tied: FSDP would gather such a weight
     for the first and keep it until the other has run, as it does with the rest of `model`.
     """
-    base: Any = base_model(model)
-    found = [getattr(base, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    found = input_embedding(model), getattr(base_model(model), "get_output_embeddings", lambda: None)()
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     return [end for end in found if end is not None and all(holders[id(p)] == 1 for p in end.parameters())]
 

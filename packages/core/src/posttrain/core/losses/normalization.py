@@ -82,13 +82,14 @@ class Objective:
 
     def begin_step(self, step: int) -> None:
         """What was measured, and `may_change`, is measured again at steps 2, 4, 8, ..."""
-        self.is_open = self.times is None or step.bit_count() == 1
+        self.is_open = (self.times is None and self.returns_mean is not True) or step.bit_count() == 1
 
     def settle(self, kind: str | None, for_good: bool) -> bool:
         """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""
         if kind is None:
             return False
-        self.is_open, self.returns_mean, self.own_count = self.times is None, kind != "sum", kind == "mixed"
+        self.returns_mean, self.own_count = kind != "sum", kind == "mixed"
+        self.is_open = self.times is None and kind != "mean"
         self.may_change = not (for_good or self.own_count)
         return self.own_count
 

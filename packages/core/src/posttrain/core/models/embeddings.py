@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, setting, text_config
+from posttrain.core.models.wrapping import (
+    base_model,
+    config_of,
+    input_embedding,
+    is_encoder_decoder,
+    output_embedding,
+    setting,
+    text_config,
+)
 
 POSITION_EMBEDDINGS = ("position_embeddings", "wpe", "embed_positions")
 
@@ -26,9 +33,10 @@ def id_limits(model: nn.Module) -> dict[str, int]:
         return {}
     head, classes, found = None, setting(config, "num_labels") or 0, dict[str, Any]()
     found["context"] = context_of(config)
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
-        head = base.get_output_embeddings()
+    inputs = input_embedding(base)
+    if inputs is not None:
+        found["input_ids"] = getattr(inputs, "num_embeddings", None)
+        head = output_embedding(base)
         found["labels"] = getattr(head, "out_features", None)
         found["labels_per_token"] = int(head is not None and not is_encoder_decoder(base))
     if head is None and "Classification" in type(base).__name__ and classes > 1:

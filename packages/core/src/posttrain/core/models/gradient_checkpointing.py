@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
+from posttrain.core.models.wrapping import base_model, input_embedding, is_peft_model, unwrap
 
 #: What activation_checkpointing_kwargs may hold: options of torch.utils.checkpoint, two of transformers, and our own.
 CHECKPOINT_OPTIONS = (
@@ -75,10 +75,11 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
         )
     if is_peft_model(model) and hasattr(base, "enable_input_require_grads") and not vars(base).get(_HOOKS):
         base.enable_input_require_grads()
-    if not options["use_reentrant"] and vars(base).get(_HOOKS):
+    inputs = input_embedding(base)
+    if not options["use_reentrant"] and vars(base).get(_HOOKS) and inputs is not None:
         # transformers lets the inputs of all parts require a gradient: a frozen vision tower is computed backwards.
         base.disable_input_require_grads()
-        setattr(base, _HOOKS, [base.get_input_embeddings().register_forward_hook(make_inputs_require_grads)])
+        setattr(base, _HOOKS, [inputs.register_forward_hook(make_inputs_require_grads)])
     if hasattr(base, "config"):
         base.config.use_cache = False
 

@@ -192,6 +192,14 @@ def configs(model: nn.Module) -> list[Any]:
     return [config for config in found if config is not None]
 
 
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """The input embedding of a model of transformers; None of one that names none, such as one of time series."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        embedding: nn.Module | None = base_model(model).get_input_embeddings()
+        return embedding
+    return None
+
+
 def output_embedding(model: nn.Module) -> nn.Module | None:
     """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
     embedding: Any = getattr(base_model(model), "get_output_embeddings", lambda: None)()

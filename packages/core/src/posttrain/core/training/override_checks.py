@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -60,11 +60,6 @@ def is_ours(owner: object, method: str) -> bool:
     return method not in vars(owner) and defined.__module__.startswith("posttrain.")
 
 
-def reads(owner: object, *names: str) -> bool:
-    """Whether a method that is the user's, of the class of `owner` or set on it, reads one of `names`."""
-    return not _read_by([*_theirs(owner.__class__), vars(owner)]).isdisjoint(names)
-
-
 #: Packages whose functions are not looked through.
 _FRAMEWORKS = {"accelerate", "builtins", "numpy", "peft", "posttrain", "torch", "transformers"}
 
@@ -73,8 +68,7 @@ def loss_reads(owner: Any, *names: str) -> bool:
     """Whether the user's loss or model, or what it calls by a name that can be found without running it, reads one of
     `names`: methods, functions of other modules, and the modules and objects that the trainer holds.
     """
-    own = {name: value for kind in reversed(owner.__class__.__mro__) for name, value in vars(kind).items()}
-    own, seen, found = own | vars(owner), set(), set()
+    own, seen, found = [vars(owner), *map(vars, owner.__class__.__mro__)], set(), set()
     left: list[Any] = [owner.compute_loss, owner.compute_loss_func, owner.training_step, owner.prediction_step]
     left += {type(part) for part in owner.model.modules()}
     while left:
@@ -89,13 +83,13 @@ def loss_reads(owner: Any, *names: str) -> bool:
             continue
         seen.add(value)
         if isinstance(value, type):
-            left += [
-                part for part in vars(value).values() if isinstance(part, (FunctionType, classmethod, staticmethod))
-            ]
+            parts = vars(value).values()
+            left += [part for part in parts if isinstance(part, (FunctionType, classmethod, staticmethod))]
+            left += value.__bases__
             continue
         read = _names_in(value.__code__)
         found |= read
-        known = [value.__globals__, own]
+        known = [value.__globals__, *own]
         known += [vars(one) for name in read if isinstance(one := value.__globals__.get(name), ModuleType)]
         left += [scope[name] for scope in known for name in read if name in scope]
     return not found.isdisjoint(names)
@@ -105,17 +99,6 @@ def _names_in(code: CodeType) -> set[str]:
     """The attributes and globals that `code` reads, and the functions within it."""
     inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
     return {*code.co_names}.union(*inner)
-
-
-def _theirs(trainer_class: type) -> list[Mapping[str, Any]]:
-    """What a user's classes among the bases of `trainer_class` define, by name."""
-    return [vars(kind) for kind in trainer_class.__mro__ if not kind.__module__.startswith("posttrain.")]
-
-
-def _read_by(defined: list[Mapping[str, Any]]) -> set[str]:
-    """The attributes and globals that the functions in `defined` read."""
-    methods = [inspect.unwrap(value) for names in defined for value in names.values() if callable(value)]
-    return {name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names}
 
 
 def is_stock(owner: object, method: str, of: str = "Trainer") -> bool:
@@ -149,9 +132,11 @@ def unheard(trainer_class: type) -> str | None:
 
     They are those of `INSTEAD`, and of a trainer's own dict ``INSTEAD``.
     """
-    instead, theirs = INSTEAD | getattr(trainer_class, "INSTEAD", {}), _theirs(trainer_class)
+    instead = INSTEAD | getattr(trainer_class, "INSTEAD", {})
+    theirs = [vars(kind) for kind in trainer_class.__mro__ if not kind.__module__.startswith("posttrain.")]
     overridden = [name for name in instead if any(name in names for names in theirs)]
-    read = _read_by(theirs)
+    methods = [inspect.unwrap(value) for names in theirs for value in names.values() if callable(value)]
+    read = {name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names}
     called = [name for name in instead if name in read and not hasattr(trainer_class, name)]
     kinds = {"overrides methods that nothing calls here": overridden, "calls methods that are not here": called}
     said = [

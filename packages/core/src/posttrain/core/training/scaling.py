@@ -48,7 +48,10 @@ class Scaling:
         #: `compute_loss` of the trainer, where another stands in its place.
         self.covered: Callable[..., Any] | None = None
         theirs = self.factor > 1 and self.objective.takes_count and not override_checks.is_ours(owner, "compute_loss")
-        if theirs and override_checks.reads(owner, "num_processes", "world_size"):  # its loss may be multiplied already
+        ways = {("num_processes", "world_size"): self._doubled, ("get_world_size",): self._doubled_in_torch}
+        #: Trials of whether a loss is multiplied with the processes, by what it reads.
+        self.trials = [way for names, way in ways.items() if theirs and override_checks.loss_reads(owner, *names)]
+        if self.trials:
             self.objective.times, self.objective.is_open = None, True
             # And does so only where there is a count, which transformers gives in training alone.
             self.objective.counts_evaluation = False
@@ -58,6 +61,12 @@ class Scaling:
         """Whether the loss gathers rows through torch, as the trainer is now: each process then needs as many."""
         gathering = "all_gather", "all_gather_into_tensor", "all_gather_tensor"
         return self.owner.dist.world_size > 1 and override_checks.loss_reads(self.owner, *gathering)
+
+    @property
+    def needs_whole_batches(self) -> bool:
+        """Whether it does, or may divide rows by the batch size of the arguments, as rerankers do."""
+        size = "train_batch_size", "per_device_train_batch_size"
+        return self.gathers_rows or (self.owner.dist.world_size > 1 and override_checks.loss_reads(self.owner, *size))
 
     @contextlib.contextmanager
     def as_of_transformers(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> Iterator[None]:
@@ -108,11 +117,11 @@ class Scaling:
         if self.may_be_whole and owner.run.window_size == 1:
             return
         kind = self.declared
-        if self.objective.times is None:
-            self._count_processes(model, inputs, num_items, items)
         if kind is None:
             ratio = self._ratio(model, inputs, num_items, moves=not own)
             kind = scale_check.kind_of(owner.dist.gather_object(ratio if items else None), own)
+        if self.objective.times is None and kind != "mean":  # a mean is averaged over processes with what it is times
+            self._count_processes(model, inputs, num_items, items)
         if self.objective.settle(kind, for_good=own or self.declared is not None) and self.declared is None:
             owner.run.progress.own_count = True
             logger.warning(
@@ -130,12 +139,27 @@ class Scaling:
     @contextlib.contextmanager
     def _doubled(self) -> Iterator[None]:
         """Within this context scripts read twice as many processes; what accelerate's functions read stays."""
-        accelerator, world = self.owner.accelerator, 2 * self.owner.args.world_size
+        owner, accelerator, world = self.owner, self.owner.accelerator, 2 * self.owner.args.world_size
         processes = 2 * accelerator.num_processes
-        with (
-            replaced(type(accelerator), "num_processes", property(lambda _: processes)),
-            replaced(accelerator.state, "num_processes", processes),  # until someone makes an `AcceleratorState`
-            replaced(environment, "world_size", lambda: world),
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(type(accelerator), "num_processes", property(lambda _: processes)))
+            # Until someone makes an `AcceleratorState`.
+            stack.enter_context(replaced(accelerator.state, "num_processes", processes))
+            stack.enter_context(replaced(environment, "world_size", lambda: world))
+            for name in vars(owner).keys() & {"num_processes", "world_size"}:  # what a script has kept
+                stack.enter_context(replaced(owner, name, 2 * vars(owner)[name]))
+            yield
+
+    @contextlib.contextmanager
+    def _doubled_in_torch(self) -> Iterator[None]:
+        """Within this context `torch.distributed.get_world_size()` gives twice as many processes; of a group it does
+        not, and a loss that gathers by it may fail.
+        """
+        of_group = torch.distributed.distributed_c10d._get_group_size
+        with replaced(
+            torch.distributed.distributed_c10d,
+            "_get_group_size",
+            lambda group: of_group(group) * (2 if group is None else 1),
         ):
             yield
 
@@ -143,27 +167,28 @@ class Scaling:
         """Find out whether `compute_loss` multiplies its loss with the number of processes, over which gradients are
         averaged. Raises ValueError where it multiplies a part of it.
         """
-        owner, ratio = self.owner, None
-        try:
-            ratio = self._ratio(model, inputs, num_items, otherwise=self._doubled)
-        except Exception as error:  # it may cut by their number what it has gathered
-            ratio = 1.0, 0.0
-            logger.warning(
-                f"{owner.__class__.__name__}.compute_loss fails with twice as many processes ({error!r}). So it is not "
-                "known whether it multiplies its loss with their number, and taken that it does not."
-            )
-        shown = [one for one in owner.dist.gather_object(ratio if items else None) if one is not None]
-        if not shown:
-            return
-        self.objective.times = 1
-        if all(abs(ratio - 2) <= 2 * exact for ratio, exact in shown):
-            self.objective.times = self.factor
-        elif not all(abs(ratio - 1) <= exact for ratio, exact in shown):
-            raise ValueError(
-                f"{owner.__class__.__name__}.compute_loss multiplies a part of its loss with the number of processes, "
-                "and another part not. Leave the multiplication out: the trainer sums over processes itself. Or set "
-                "average_tokens_across_devices=False, to average the losses of processes."
-            )
+        owner = self.owner
+        for doubled in self.trials:
+            try:
+                ratio = self._ratio(model, inputs, num_items, otherwise=doubled)
+            except Exception as error:  # it may cut by their number what it has gathered
+                ratio = 1.0, 0.0
+                logger.warning(
+                    f"{owner.__class__.__name__}.compute_loss fails with twice as many processes ({error!r}). So it is "
+                    "not known whether it multiplies its loss with their number, and taken that it does not."
+                )
+            shown = [one for one in owner.dist.gather_object(ratio if items else None) if one is not None]
+            if not shown:
+                return
+            self.objective.times = self.objective.times or 1
+            if all(abs(ratio - 2) <= 2 * exact for ratio, exact in shown):
+                self.objective.times = self.factor
+            elif not all(abs(ratio - 1) <= exact for ratio, exact in shown):
+                raise ValueError(
+                    f"{owner.__class__.__name__}.compute_loss multiplies a part of its loss with the number of "
+                    "processes, and another part not. Leave the multiplication out: the trainer sums over processes "
+                    "itself. Or set average_tokens_across_devices=False, to average the losses of processes."
+                )
 
     def may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
         """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over

@@ -358,6 +358,8 @@ class RolloutConfig(
             )
         if self.generation_batch_size is None:
             self.generation_batch_size = rows * self.steps_per_generation
+        if self.top_k in (None, -1):  # as trl's default was, and as vLLM writes it
+            self.top_k = 0
 
     def _problems(self) -> Iterator[str]:
         if self.max_batch_tokens is not None:
