@@ -265,7 +265,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             value = vars(self)[name]
             if isinstance(value, str) and (length := durations.parse(value)).unit == "steps":
                 setattr(self, name, int(length.value))
-            if strategy != "steps" and not value:  # scripts write it for a strategy that counts no steps
+            if strategy != "steps" and value in (0, None):  # scripts write it for a strategy that counts no steps
                 setattr(self, name, unused)
             if isinstance(value, float) and value.is_integer():
                 setattr(self, name, int(value))
