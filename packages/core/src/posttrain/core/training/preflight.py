@@ -325,6 +325,10 @@ def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         )
     if chosen is not None and not (isinstance(chosen, (tuple, list)) and len(chosen) == 2):
         yield TypeError(f"optimizer_cls_and_kwargs={chosen!r} must be a pair (class, dict of its arguments).")
+        return
+    kind = type(optimizer) if optimizer is not None else chosen and chosen[0]
+    if getattr(kind, "steps_in_backward", False):
+        yield from map(ValueError, builder.layerwise_problems(args, f"{kind.__name__}, which was passed,"))
     own = optimizer is None and chosen is None and parts.train_dataset is not None
     if own and parts.is_ours("create_optimizer", "get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"):
         yield from builder.package_problems(args)
