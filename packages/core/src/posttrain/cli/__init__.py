@@ -140,7 +140,8 @@ def _run_method(name: str, words: list[str]) -> int:
         print(help.TRAIN)
         return 0
     if not asks and (flags := method.launcher_words(words)):
-        launch = importlib.import_module("posttrain.cli.tools.launch")
+        from posttrain.cli.tools import launch
+
         return launch.run([*flags, name, *words])
     if name == TRAIN and rest and rest[0] in registry.methods():  # as the other commands are given one
         name, *rest = rest

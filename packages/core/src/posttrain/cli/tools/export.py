@@ -41,7 +41,10 @@ CONVERTER = "convert_hf_to_gguf.py"
 #: What the converter calls the types.
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
 #: The arguments of `BitsAndBytesConfig` behind the types of a folder whose linear layers are quantized.
-BITS = {"nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "int8": {"load_in_8bit": True}}
+BITS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "int8": {"load_in_8bit": True},
+}
 #: The largest part of a weight matrix's spread that its rounding may change.
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-9, "q8_0": 2**-5}
 

@@ -326,7 +326,7 @@ def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if chosen is not None and not (isinstance(chosen, (tuple, list)) and len(chosen) == 2):
         yield TypeError(f"optimizer_cls_and_kwargs={chosen!r} must be a pair (class, dict of its arguments).")
         return
-    kind = type(optimizer) if optimizer is not None else chosen and chosen[0]
+    kind: Any = type(optimizer) if optimizer is not None or chosen is None else chosen[0]
     if getattr(kind, "steps_in_backward", False):
         yield from map(ValueError, builder.layerwise_problems(args, f"{kind.__name__}, which was passed,"))
     own = optimizer is None and chosen is None and parts.train_dataset is not None
