@@ -41,6 +41,7 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
             return registry.method(first), words[1:]
         words = words[1:]
     settings, problems = parse.read_words(words)
+    parse.take_environment(settings, problems)  # before anything that reads it is imported
     if not any(word.endswith(FILES) for word in words):
         how = f"name the method first, or a file that describes the run, as in posttrain {command} run.yaml"
         raise ConfigError(f"posttrain {command}", [how])
@@ -74,6 +75,7 @@ def configs_of(method: Method) -> tuple[type, type, type]:
 def settings_of(method: Method, words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The settings of a method from `words`, its files and flags, and the problems that were found in them."""
     settings, problems = parse.read_words(words)
+    parse.take_environment(settings, problems)
     named = settings.get("method")
     if named is not None and named.value != method.name:
         problems.append(f"{named.where}: method={named.value!r} and the command is {method.name}; keep one")

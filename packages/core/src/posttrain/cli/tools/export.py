@@ -127,11 +127,8 @@ def export(
             save_weights(whole, folder)
             tokenizer.save_pretrained(folder)
         if bits := BITS.get(dtype or ""):
-            rounded, tokenizer = (
-                loading.load_causal_lm(folder, {"dtype": "auto", **bits}),
-                loading.load_tokenizer(folder),
-            )
-            folder = Path(beside) / dtype
+            rounded: Any = loading.load_causal_lm(folder, {"dtype": "auto", **bits})
+            tokenizer, folder = loading.load_tokenizer(folder), Path(beside) / "quantized"
             rounded.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         dtype = dtype or str(loading.load_causal_lm(folder, {"dtype": "auto"}).dtype).removeprefix("torch.")

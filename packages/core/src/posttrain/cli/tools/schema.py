@@ -32,6 +32,7 @@ def run(words: list[str]) -> None:
     schema["properties"] |= {
         "method": {"const": words[0], "description": "The method, for posttrain train."},
         "sweep": {"type": "object", "description": "What posttrain sweep searches."},
+        "env": {"type": "object", "description": "Environment variables that are set first."},
     } | {name: {"description": "As of posttrain launch, which then starts the run."} for name in OF_LAUNCHER}
     print(json.dumps(schema, indent=2))
 
