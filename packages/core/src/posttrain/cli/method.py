@@ -22,6 +22,8 @@ FILES = (".yaml", ".yml", ".toml")
 TRAIN = "train"
 #: What files and flags of a run may say about its processes. The launcher reads it, and they leave it out.
 OF_LAUNCHER = "accelerate_config num_processes num_machines machine_rank main_process_ip main_process_port".split()
+#: Set where a command runs a method in one process, whatever its file says.
+ALONE = "POSTTRAIN_ONE_PROCESS"
 #: {argument that one method alone needs: the method}.
 BY_ARGUMENT = {"teacher_model_name_or_path": "distillation", "reward_funcs": "grpo", "source_column": "seq2seq"}
 #: (columns, method): the first whose columns are all there.
@@ -53,10 +55,10 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
 
 
 def launcher_words(words: list[str]) -> list[str]:
-    """The flags of `posttrain launch` that files and flags among `words` hold; none in a process that it has started.
-    Raises a `ConfigError` where one has no value.
+    """The flags of `posttrain launch` that files and flags among `words` hold; none in a process that it has started,
+    or that is to be `ALONE`. Raises a `ConfigError` where one has no value.
     """
-    if "RANK" in os.environ:
+    if {"RANK", ALONE} & os.environ.keys():
         return []
     given = {name: each for name, each in parse.read_words(words)[0].items() if name in OF_LAUNCHER}
     if problems := [parse.NO_VALUE.format(flag=each.where) for each in given.values() if each.is_bare]:
