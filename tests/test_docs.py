@@ -61,7 +61,8 @@ DATASETS = {
 WIDEST_CODE = 78
 
 # Commands that are right wherever their program is installed.
-PLAIN = {"vllm", "cd", "git", "harbor", "source", "export", "python3", "tensorboard", "nvidia-smi", "tar", "ls", "cat"}
+PLAIN = {"vllm", "cd", "git", "harbor", "hf", "source", "export", "python3", "tensorboard", "nvidia-smi"}
+PLAIN |= {"tar", "ls", "cat"}
 LAUNCHERS = {"torchrun", "accelerate"}
 
 

@@ -161,6 +161,7 @@ OTHER = {
     "teacher_update_rate": 0.5, "lora_dropout": 0.5, "lora_target_modules": ["q_proj"],
     "lora_modules_to_save": ["norm"], "lora_target_parameters": ["experts"], "lora_task_type": "SEQ_CLS",
     "init_lora_weights": "olora", "bnb_4bit_quant_type": "fp4",
+    "bnb_4bit_quant_storage": "int8",
 }  # fmt: skip
 #: What is set beside a field that cannot be set alone.
 TOGETHER = {

@@ -13,6 +13,7 @@ from posttrain.core.callbacks import EVENTS
 from posttrain.core.checkpoint.weights import load_weights, save_weights
 from posttrain.core.errors import CheckpointError, DataError, NonFiniteError
 from posttrain.core.logging import terminal
+from posttrain.core.optim.layerwise import Layerwise
 from tests import tiny, tiny_vision
 from tests.contract.trainers import TRAINERS, classification_rows, classifier, pad, weights
 
@@ -58,7 +59,7 @@ def regression(tmp_path, callbacks=None, model=None, **changes):
     options = {
         k: changes.pop(k)
         for k in list(changes)
-        if k in ("compute_metrics", "eval_dataset", "optimizers", "train_dataset")
+        if k in ("compute_metrics", "eval_dataset", "optimizer_cls_and_kwargs", "optimizers", "train_dataset")
     }
     options = {"train_dataset": line(), "eval_dataset": line(20)} | options
     return Trainer(model or Regression(), TrainingArguments(**(defaults | changes)), callbacks=callbacks, **options)
@@ -378,6 +379,24 @@ def test_saving_that_fails_does_not_end_training(tmp_path, monkeypatch, caplog):
     assert trainer.train().global_step == 4
     assert "checkpoint-2 was not saved" in caplog.text and not failed[0].exists()
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_any_optimizer_can_update_in_the_backward_pass_where_nothing_needs_the_gradients_after_it(tmp_path):
+    adamw = {"lr": 1e-2, "weight_decay": 0.1}
+    layerwise = Layerwise, {"optimizer_class": torch.optim.AdamW} | adamw
+    made = []
+    for chosen in ((torch.optim.AdamW, adamw), layerwise):
+        trainer = regression(
+            tmp_path, model=Regression(), optimizer_cls_and_kwargs=chosen, max_steps=4, max_grad_norm=0.0
+        )
+        trainer.train()
+        made.append(weights(trainer))
+    assert made[0].keys() == made[1].keys() and all(torch.equal(made[1][name], made[0][name]) for name in made[0])
+    model = Regression()
+    passed = Layerwise(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    for options in ({"optimizer_cls_and_kwargs": layerwise}, {"optimizers": (passed, None)}):
+        with pytest.raises(ValueError, match=r"Layerwise, .* set gradient_accumulation_steps=1 \(it is 2\)"):
+            regression(tmp_path, model=model, gradient_accumulation_steps=2, **options)
 
 
 def test_no_training_set_is_said_plainly(tmp_path):

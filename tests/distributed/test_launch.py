@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from posttrain.cli import main
+from posttrain.cli import main, method
 from posttrain.cli.tools import launch
+from posttrain.core import registry
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
 from tests import programs
@@ -171,6 +172,27 @@ def test_a_method_of_posttrain_is_a_program_too():
     assert launch.program_words(args, ["sft", "run.yaml"]) == ["--module", "posttrain.cli", "sft", "run.yaml"]
     with pytest.raises(ConfigError, match="neither a file here nor a method"):
         launch.program_words(args, ["stf", "run.yaml"])
+
+
+def test_a_run_starts_its_processes_as_its_file_and_its_flags_say(monkeypatch, tmp_path, capsys):
+    started = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "environment", lambda args: {})
+    monkeypatch.setattr(launch, "start", lambda words: started.append(words) or 0)
+    file = tmp_path / "run.yaml"
+    file.write_text("method: sft\nmodel_name_or_path: m\nnum_processes: 2\naccelerate_config: fsdp2\n")
+    for run, most in ((["sft", str(file)], "2"), (["train", str(file), "--num_processes", "3", "--smoke"], "3")):
+        assert main(run) == 0
+        words = started.pop()
+        assert words[:2] == ["--nproc-per-node", most] and words[-len(run) - 2 :] == ["--module", "posttrain.cli", *run]
+    assert main(["sft", str(file), "--accelerate_config"]) == 2 and not started
+    assert "--accelerate_config has no value" in capsys.readouterr().err
+    for variable in ("RANK", method.ALONE):  # in one of them, or where one process is compared
+        with monkeypatch.context() as inside:
+            inside.setenv(variable, "1")
+            assert method.launcher_words([str(file)]) == []
+    settings, problems = method.settings_of(registry.method("sft"), [str(file)])
+    assert set(settings) == {"model_name_or_path"} and not problems
 
 
 @pytest.mark.parametrize("name", launch.PRESETS)

@@ -7,6 +7,8 @@ The scripts that trl installs run always. Those of its repository are not instal
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import runpy
@@ -17,7 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from posttrain.cli import method, parse
 from posttrain.compat import migration
+from posttrain.core import registry
 from tests import tiny
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -143,3 +147,13 @@ def test_no_script_that_trl_installs_is_left_out():
 @pytest.mark.parametrize("name", OF_EXAMPLES)
 def test_the_scripts_of_trls_repository_train_after_migrate(name, hub, monkeypatch):
     assert_trained_here(run_migrated(EXAMPLES / f"{name}.py", OF_EXAMPLES[name], hub, monkeypatch))
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation"])
+def test_every_flag_of_a_command_of_trl_is_one_of_ours(name):
+    """Of its script, with all of its dataclasses."""
+    known = importlib.import_module(f"trl.scripts.{name}").make_parser().dataclass_types
+    fields = [field.name for kind in known for field in dataclasses.fields(kind) if field.init]
+    assert len(fields) > 100 and "learning_rate" in fields
+    settings = {field: parse.Setting(f"--{field}", "1") for field in fields}
+    assert parse.unknown(method.configs_of(registry.method(name)), settings) == []

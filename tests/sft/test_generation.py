@@ -55,3 +55,32 @@ def test_the_loss_is_that_of_an_evaluation_without_generation(tmp_path):
 def test_rows_that_share_a_row_are_refused(name):
     with pytest.raises(ConfigError, match=f"predict_with_generate.*{name}=False"):
         SFTConfig("x", predict_with_generate=True, **{name: True})
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_callbacks_answer_the_prompts_of_rows_that_were_prepared(chat, tmp_path):
+    from transformers import GenerationConfig
+
+    from posttrain.core import LogCompletionsCallback
+
+    def row(prompt, completion):
+        if not chat:
+            return {"prompt": prompt, "completion": completion}
+        turns = ("user", prompt), ("assistant", completion)
+        return dict(zip(("prompt", "completion"), ([{"role": r, "content": c}] for r, c in turns), strict=True))
+
+    rows, greedy = [row(one["prompt"], one["completion"]) for one in text_rows(3)], {"max_new_tokens": 5}
+    options = dict(train_dataset=rows, eval_dataset=rows, processing_class=tiny.tokenizer())
+    it = SFTTrainer(
+        tiny.causal_lm(initializer_range=0.2), arguments(SFTConfig, tmp_path, per_device_eval_batch_size=2), **options
+    )
+    answers = LogCompletionsCallback(it, GenerationConfig(**greedy, do_sample=False), num_prompts=3).answer()
+    tokenizer = it.processing_class
+    for given, (prompt, completion) in zip(rows, answers, strict=True):
+        text = given["prompt"]
+        if chat:
+            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+        assert prompt == text
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        alone = it.model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False, **greedy)
+        assert completion == tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)

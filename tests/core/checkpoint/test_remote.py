@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import zlib
 
 import fsspec
 import pytest
@@ -20,9 +21,27 @@ from tests.contract.trainers import TRAINERS
 MAKE = TRAINERS["causal-lm"]
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(scope="module")
+def s3():
+    """A server that answers as S3 does, which s3fs asks over HTTP: `pip install s3fs "moto[server]"`."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "nobody")
+        yield fsspec.filesystem("s3")
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
 def url(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the folder to work in is below this one
+    if request.param == "s3":
+        bucket = f"bucket-{zlib.crc32(str(tmp_path).encode())}"
+        request.getfixturevalue("s3").mkdir(bucket)
+        return f"s3://{bucket}/run"
     if request.param == "file":
         return f"file://{tmp_path}/there/run"
     fsspec.filesystem("memory").store.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -62,6 +63,19 @@ def test_what_is_no_method_is_named_with_the_nearest(write):
         method.of_words([], "plan")
     with pytest.raises(ConfigError, match=r"absent.yaml: No such file or directory$"):  # and nothing is inferred
         method.of_words(["absent.yaml"], "plan")
+
+
+def test_the_environment_of_a_file_is_set_before_anything_reads_it(write, monkeypatch, capsys):
+    monkeypatch.setenv("A_VARIABLE", "before")
+    write({"text": "a"}, "env:\n  A_VARIABLE: 1e-3\n")
+    monkeypatch.setattr(method, "_inferred", lambda settings: {"0.001": "sft"}[os.environ["A_VARIABLE"]])
+    assert method.of_words(["run.yaml"], "plan")[0].name == "sft" and os.environ["A_VARIABLE"] == "0.001"
+    monkeypatch.setenv("A_VARIABLE", "before")
+    settings, problems = method.settings_of(registry.method("sft"), ["run.yaml"])
+    assert os.environ["A_VARIABLE"] == "0.001" and "env" not in settings and problems == []
+    write({"text": "a"}, "env: A_VARIABLE\n")
+    assert main(["check", "sft", "run.yaml"]) == 2
+    assert "run.yaml:3: env must hold `NAME: value` lines" in capsys.readouterr().err
 
 
 HELP = """

@@ -124,6 +124,8 @@ def test_a_command_joins_them_too(files):
     with pytest.warns(FutureWarning, match="streaming=True is now dataset_streaming=True"):
         source = CommandSource(datasets=[{"path": files["long"]}], streaming=True)
     assert isinstance(source.load()[0], datasets.IterableDataset)
+    with pytest.warns(FutureWarning, match="ignore_bias_buffers has no effect: .* ddp_broadcast_buffers=False"):
+        CommandSource(dataset_name=files["short"], ignore_bias_buffers=True)
 
 
 def test_a_command_reports_every_problem_before_it_reads(files):

@@ -93,6 +93,8 @@ def test_model_config_describes_quantization_only_when_asked():
         ({"dtype": "bf16"}, "dtype='bf16' is not one of auto, float32"),
         ({"lora_task_type": "LM"}, "lora_task_type='LM' is not one of CAUSAL_LM"),
         ({"use_peft": True, "lora_target_parameters": ["experts.up"]}, "lora_dropout=0.05: .*set it to 0"),
+        ({"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "fp4"}, "'fp4' is not one of uint8, int8"),
+        ({"use_peft": True, "lora_target_modules": []}, "lora_target_modules=.. adapts nothing; leave it out"),
         ({"lora_rank": 8}, "unknown argument 'lora_rank', did you mean 'lora_r"),
     ],
 )

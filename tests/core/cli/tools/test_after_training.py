@@ -390,6 +390,28 @@ def test_a_model_is_exported_in_another_precision(base, tmp_path):
     assert not (tmp_path / "eighth").exists()
 
 
+@pytest.mark.parametrize("bits", export.BITS)
+def test_a_model_is_exported_in_the_bits_of_bitsandbytes(bits, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    from posttrain.lm.loading.loading import load_causal_lm
+
+    folder, target = str(tmp_path / "model"), tmp_path / bits
+    tiny.causal_lm(hidden_size=64, head_dim=16, intermediate_size=128, initializer_range=0.2).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    assert main(["export", folder, str(target), "--dtype", bits]) == 0
+    assert f"MiB in {bits}." in capsys.readouterr().out
+    ids = torch.arange(2, 30)[None]
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(target)(input_ids=ids).logits
+        expected = load_causal_lm(folder, {"dtype": "auto", **export.BITS[bits]})(input_ids=ids).logits
+        whole = load_causal_lm(folder)(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert 1e-3 < (found - whole).abs().mean() / whole.std() < 0.3
+    assert AutoTokenizer.from_pretrained(target).eos_token == tiny.tokenizer().eos_token
+    assert main(["export", folder, str(tmp_path / "model.gguf"), "--dtype", bits]) == 2
+    assert "and as a folder also in nf4 or int8" in capsys.readouterr().err
+
+
 def test_gguf_needs_the_converter_of_llama_cpp(base, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     assert main(["export", base, str(tmp_path / "model.gguf")]) == 1

@@ -123,10 +123,6 @@ def _dispatch(words: list[str]) -> int:
             print(module.HELP.rstrip())
             return 0
         return module.run(words[1:]) or 0
-    elif "--accelerate_config" in words[1:]:  # the method in several processes
-        place = words.index("--accelerate_config")
-        launch = importlib.import_module("posttrain.cli.tools.launch")
-        return launch.run([*words[place : place + 2], *words[:place], *words[place + 2 :]])
     else:
         return _run_method(words[0], words[1:])
     return 0
@@ -143,6 +139,10 @@ def _run_method(name: str, words: list[str]) -> int:
     if name == TRAIN and asks:
         print(help.TRAIN)
         return 0
+    if not asks and (flags := method.launcher_words(words)):
+        from posttrain.cli.tools import launch
+
+        return launch.run([*flags, name, *words])
     if name == TRAIN and rest and rest[0] in registry.methods():  # as the other commands are given one
         name, *rest = rest
     found = method.of_words([TRAIN, *rest], TRAIN)[0] if name == TRAIN else registry.method(name, others=COMMANDS)

@@ -6,6 +6,7 @@ The method is the first word, `method:` in its file, or what its arguments and r
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 import warnings
@@ -19,6 +20,10 @@ from posttrain.core.registry import Method, Run
 FILES = (".yaml", ".yml", ".toml")
 #: The word in place of a method whose file names it.
 TRAIN = "train"
+#: What files and flags of a run may say about its processes. The launcher reads it, and they leave it out.
+OF_LAUNCHER = "accelerate_config num_processes num_machines machine_rank main_process_ip main_process_port".split()
+#: Set where a command runs a method in one process, whatever its file says.
+ALONE = "POSTTRAIN_ONE_PROCESS"
 #: {argument that one method alone needs: the method}.
 BY_ARGUMENT = {"teacher_model_name_or_path": "distillation", "reward_funcs": "grpo", "source_column": "seq2seq"}
 #: (columns, method): the first whose columns are all there.
@@ -38,6 +43,7 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
             return registry.method(first), words[1:]
         words = words[1:]
     settings, problems = parse.read_words(words)
+    parse.take_environment(settings, problems)  # before anything that reads it is imported
     if not any(word.endswith(FILES) for word in words):
         how = f"name the method first, or a file that describes the run, as in posttrain {command} run.yaml"
         raise ConfigError(f"posttrain {command}", [how])
@@ -46,6 +52,18 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
     if problems:  # of a file that cannot be read, nothing can be inferred
         raise ConfigError(f"posttrain {command}", problems)
     return registry.method(_inferred(settings)), words
+
+
+def launcher_words(words: list[str]) -> list[str]:
+    """The flags of `posttrain launch` that files and flags among `words` hold; none in a process that it has started,
+    or that is to be `ALONE`. Raises a `ConfigError` where one has no value.
+    """
+    if {"RANK", ALONE} & os.environ.keys():
+        return []
+    given = {name: each for name, each in parse.read_words(words)[0].items() if name in OF_LAUNCHER}
+    if problems := [parse.NO_VALUE.format(flag=each.where) for each in given.values() if each.is_bare]:
+        raise ConfigError("posttrain", problems)
+    return [f"--{name}={each.value}" for name, each in given.items() if each.value is not None]
 
 
 def configs_of(method: Method) -> tuple[type, type, type]:
@@ -59,10 +77,12 @@ def configs_of(method: Method) -> tuple[type, type, type]:
 def settings_of(method: Method, words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The settings of a method from `words`, its files and flags, and the problems that were found in them."""
     settings, problems = parse.read_words(words)
+    parse.take_environment(settings, problems)
     named = settings.get("method")
     if named is not None and named.value != method.name:
         problems.append(f"{named.where}: method={named.value!r} and the command is {method.name}; keep one")
-    return {name: setting for name, setting in settings.items() if name not in ("method", "sweep")}, problems
+    others = ("method", "sweep", *OF_LAUNCHER)
+    return {name: setting for name, setting in settings.items() if name not in others}, problems
 
 
 def made(method: Method, settings: dict[str, Any], problems: list[str]) -> Run:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from posttrain.cli.source import DataSource, of_mapping, read, split_of
 from posttrain.core.config import ConfigMeta, opt
 from posttrain.core.errors import DataError, require
-from posttrain.core.fields.old_names import Renamed
+from posttrain.core.fields.old_names import Removed, Renamed
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -137,9 +137,12 @@ def _rows(config: DatasetConfig, streaming: bool) -> Any:
 class CommandSource(DataSource, metaclass=ConfigMeta):
     """What a command trains and evaluates on: a `DataSource`, or several datasets joined."""
 
-    OLD_NAMES: ClassVar[dict[str, Renamed]] = {
+    OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = {
         "streaming": Renamed("dataset_streaming"),
         "test_split_size": Renamed("eval_share"),
+        "ignore_bias_buffers": Removed(
+            "DDP sends buffers of booleans as others; ddp_broadcast_buffers=False sends none.", harmless=None
+        ),
     }
 
     datasets: list[Any] | None = opt(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -269,6 +270,15 @@ def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:
     for file in files:
         settings |= read_file(file, problems)
     return settings | flags, problems
+
+
+def take_environment(settings: dict[str, Setting], problems: list[str]) -> None:
+    """Take ``env``, the environment variables of a file, out of `settings`, and set them."""
+    env = settings.pop("env", None)
+    if env is not None and not isinstance(env.value, dict):
+        problems.append(f"{env.where}: env must hold `NAME: value` lines")
+    elif env is not None:
+        os.environ.update({name: str(value) for name, value in env.value.items()})
 
 
 def unknown(classes: Iterable[type], settings: dict[str, Setting]) -> list[str]:

@@ -151,11 +151,7 @@ class ScriptParser:
             raise ConfigError(self.prog, [f"the first word must be one of {names}, before any flag"])
         settings, problems = parse.read_words(words)
         settings = self._defaults | settings
-        env = settings.pop("env", None)
-        if env is not None and not isinstance(env.value, dict):
-            problems.append(f"{env.where}: env must hold `NAME: value` lines")
-        elif env is not None:
-            os.environ.update({name: str(value) for name, value in env.value.items()})
+        parse.take_environment(settings, problems)
         remaining: tuple[list[str], list[str]] = [], []  # of files, of flags
         if return_remaining_strings or not fail_with_unknown_args:
             for name in parse.unknown(self.dataclass_types, settings):

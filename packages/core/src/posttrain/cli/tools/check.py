@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from posttrain.cli import parse
-from posttrain.cli.method import checked, of_words, settings_of
+from posttrain.cli.method import OF_LAUNCHER, checked, of_words, settings_of
 from posttrain.core.fields.redaction import masked
 
 HELP = """usage: posttrain check [<method>] run.yaml ... [--name value ...]
@@ -21,6 +21,7 @@ def run(words: list[str]) -> None:
     method, words = of_words(words, "check")
     settings, problems = settings_of(method, words)
     checked(method, settings, problems)
+    settings |= {name: each for name, each in parse.read_words(words)[0].items() if name in ("env", *OF_LAUNCHER)}
     values = {name: setting.value for name, setting in settings.items()}
     secrets = [name for name, value in values.items() if masked(value, name) != value]
     written = {"method": method.name} | {name: value for name, value in values.items() if name not in secrets}

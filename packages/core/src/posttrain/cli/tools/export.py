@@ -29,7 +29,8 @@ Write a model, or an adapter merged into its base, for other programs. A TARGET 
 llama.cpp's own converter and read back through transformers; any other is a folder of safetensors with the tokenizer,
 which transformers, vLLM and SGLang read.
 
-  --dtype TYPE         float32, bfloat16 or float16; by default that of the checkpoint. Of GGUF also q8_0
+  --dtype TYPE         float32, bfloat16 or float16; by default that of the checkpoint. Of GGUF also q8_0; of a folder
+                       nf4 and int8, the 4 and 8 bits of bitsandbytes
   --llama_cpp FOLDER   a clone of https://github.com/ggml-org/llama.cpp, for GGUF; by default $LLAMA_CPP
   --base MODEL         folder or name of the base weights of an adapter; by default those named in it
   --tolerance SHARE    share of an adapter's effect that merging may lose [default 0.1]
@@ -39,6 +40,11 @@ KINDS = {"base": str, "dtype": str, "llama_cpp": str, "tolerance": float, "trust
 CONVERTER = "convert_hf_to_gguf.py"
 #: What the converter calls the types.
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
+#: The arguments of `BitsAndBytesConfig` behind the types of a folder whose linear layers are quantized.
+BITS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "int8": {"load_in_8bit": True},
+}
 #: The largest part of a weight matrix's spread that its rounding may change.
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-9, "q8_0": 2**-5}
 
@@ -72,7 +78,7 @@ class Export:
 def run(words: list[str]) -> None:
     """Write the model, and print what was written."""
     what = "a model and the folder or file to write"
-    names, given = parse.typed_flags("export", words, KINDS, 2, what, dtypes=tuple(OUTTYPES))
+    names, given = parse.typed_flags("export", words, KINDS, 2, what, dtypes=(*OUTTYPES, *BITS))
     with parse.reported("export"):
         print(export(*names, **given))
 
@@ -94,7 +100,8 @@ def export(
     Args:
         model: folder or Hub name of a model, or the folder of an adapter.
         target: the folder to write, or a file that ends in .gguf; there must be nothing yet.
-        dtype: of the weights: float32, bfloat16, float16, and of GGUF also q8_0; by default that of the checkpoint.
+        dtype: of the weights: float32, bfloat16, float16, of GGUF also q8_0, of a folder also nf4 and int8; by default
+            that of the checkpoint.
         base: the base of an adapter; by default the one named in it.
         llama_cpp: a clone of llama.cpp, for GGUF; by default the environment's LLAMA_CPP.
         tolerance: share of an adapter's effect that merging may lose.
@@ -103,11 +110,14 @@ def export(
     is_gguf = target.suffix == ".gguf"
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise FileExistsError(f"There is something in {target} already; name another target.")
-    if (dtype is not None and dtype not in OUTTYPES) or (dtype == "q8_0" and not is_gguf):
-        raise ValueError(f"dtype={dtype!r}: a folder is written in float32, bfloat16 or float16, GGUF also in q8_0.")
+    if dtype is not None and (dtype not in {*OUTTYPES, *BITS} or dtype in ({*BITS} if is_gguf else {"q8_0"})):
+        raise ValueError(
+            f"dtype={dtype!r}: a model is written in float32, bfloat16 or float16, as GGUF also in q8_0, and as a "
+            "folder also in nf4 or int8."
+        )
     converter = find_converter(llama_cpp) if is_gguf else None
     target.parent.mkdir(parents=True, exist_ok=True)
-    kept = None if dtype == "q8_0" else dtype
+    kept = None if dtype == "q8_0" or dtype in BITS else dtype
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         folder = Path(beside) / "model"
         if loading.is_adapter(model):
@@ -115,6 +125,11 @@ def export(
         else:
             whole, tokenizer = load.load(model, base, kept, device="cpu", trust_remote_code=trust_remote_code)
             save_weights(whole, folder)
+            tokenizer.save_pretrained(folder)
+        if bits := BITS.get(dtype or ""):
+            rounded: Any = loading.load_causal_lm(folder, {"dtype": "auto", **bits})
+            tokenizer, folder = loading.load_tokenizer(folder), Path(beside) / "quantized"
+            rounded.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         dtype = dtype or str(loading.load_causal_lm(folder, {"dtype": "auto"}).dtype).removeprefix("torch.")
         if converter is None:

@@ -53,6 +53,7 @@ PROGRAM is a Python script, -m and a module, or a method of posttrain with its Y
 NAME is single_gpu, multi_gpu, fsdp1, fsdp2, zero1, zero2 or zero3. FILE is what `accelerate config` writes, also given
 as --config_file. Flags win over both. Options of FSDP and DeepSpeed may be given as flags too, such as
 --fsdp_state_dict_type SHARDED_STATE_DICT. A method starts itself so: posttrain sft run.yaml --accelerate_config fsdp2
+--num_processes 2. These two, num_machines, machine_rank, main_process_ip and main_process_port may stand in its YAML.
 """
 
 

@@ -8,7 +8,7 @@ import types
 from typing import Any
 
 from posttrain.cli.help import default_of
-from posttrain.cli.method import configs_of
+from posttrain.cli.method import OF_LAUNCHER, configs_of
 from posttrain.core.config import bounds_of, field_types
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields.old_names import Renamed, old_names
@@ -32,7 +32,8 @@ def run(words: list[str]) -> None:
     schema["properties"] |= {
         "method": {"const": words[0], "description": "The method, for posttrain train."},
         "sweep": {"type": "object", "description": "What posttrain sweep searches."},
-    }
+        "env": {"type": "object", "description": "Environment variables that are set first."},
+    } | {name: {"description": "As of posttrain launch, which then starts the run."} for name in OF_LAUNCHER}
     print(json.dumps(schema, indent=2))
 
 

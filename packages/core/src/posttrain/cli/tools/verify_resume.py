@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import ALONE, of_words
 from posttrain.core.checkpoint import codec
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import is_timing
@@ -122,7 +122,8 @@ def _train(words: list[str], folder: Path, steps: int, kill_at: int | None = Non
     code = (
         f"import sys; {dies if kill_at is not None else ''}from posttrain.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    command, alone = [sys.executable, "-c", code, *arguments], os.environ | {ALONE: "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=alone)
     expected = 0 if kill_at is None else -signal.SIGKILL
     if done.returncode != expected:
         ended = f"ended with {done.returncode}, not {expected}"

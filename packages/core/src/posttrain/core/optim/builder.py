@@ -103,7 +103,7 @@ def problems_with_others(args: Any) -> Iterator[str]:
     """Why the optimizer of `args`, a `TrainingArguments`, does not go with its other arguments, as sentences."""
     name, warmup = plain(args.optim), args.warmup_steps
     if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
-        yield from _layerwise_problems(args, name)
+        yield from layerwise_problems(args, f"optim={name!r}")
     elif name in ("schedule_free_adamw", "schedule_free_sgd"):
         if isinstance(warmup, str) or (0 < warmup < 1 and args.max_steps <= 0):
             yield (
@@ -118,8 +118,9 @@ def problems_with_others(args: Any) -> Iterator[str]:
             )
 
 
-def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
-    why = f"optim={name!r} updates in the backward pass, and"
+def layerwise_problems(args: Any, chosen: str) -> Iterator[str]:
+    """Why an optimizer that updates in the backward pass does not go with `args`; `chosen` is how it was given."""
+    why = f"{chosen} updates in the backward pass, and"
     if args.gradient_accumulation_steps != 1:
         given = args.gradient_accumulation_steps
         yield f"{why} no gradient is left to accumulate: set gradient_accumulation_steps=1 (it is {given})"
@@ -128,6 +129,7 @@ def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
     if args.fp16:
         yield f"{why} would use gradients that still carry the loss scale of fp16: set bf16=True instead"
     if environment.world_size() > 1:
+        name = plain(args.optim)
         alternative = f"; use {name.removesuffix('_layerwise')!r}" if name.endswith("_layerwise") else ""
         yield f"{why} before gradients are averaged over the {environment.world_size()} processes{alternative}"
 

@@ -34,6 +34,7 @@ from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
 from posttrain.core.optim import builder
+from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.state import metric_key
 from posttrain.core.training.plan import END_OF_STREAM
 
@@ -325,6 +326,10 @@ def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         )
     if chosen is not None and not (isinstance(chosen, (tuple, list)) and len(chosen) == 2):
         yield TypeError(f"optimizer_cls_and_kwargs={chosen!r} must be a pair (class, dict of its arguments).")
+        return
+    kind: Any = type(optimizer) if optimizer is not None or chosen is None else chosen[0]
+    if isinstance(kind, type) and issubclass(kind, Layerwise):
+        yield from map(ValueError, builder.layerwise_problems(args, f"{kind.__name__}, which was passed,"))
     own = optimizer is None and chosen is None and parts.train_dataset is not None
     if own and parts.is_ours("create_optimizer", "get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"):
         yield from builder.package_problems(args)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.trackers import show_table
@@ -99,18 +101,31 @@ def _first(dataset: Any, number: int | None) -> list[Any]:
     return list(itertools.islice(rows, number))
 
 
+def _before_the_answer(row: Any) -> list[int]:
+    """The tokens of a row before its last run of labels; none of a row without such."""
+    ids, labels = row.get("input_ids"), row.get("labels")
+    if ids is None or labels is None or np.ndim(labels) != 1 or len(ids) != len(labels):
+        return []
+    kept = np.asarray(labels) != IGNORE_INDEX
+    starts = np.flatnonzero(kept & ~np.append(False, kept[:-1]))
+    return [int(token) for token in ids[: starts[-1]]] if len(starts) else []
+
+
 def _prompt_of(row: Any, tokenizer: Any, reads: tuple[VisionProcessor, ImageReader] | None) -> Prompt:
-    """The prompt of a row, with its images where `reads` reads these: its `prompt`, or the `prompt_ids` of it."""
+    """The prompt of a row, with its images where `reads` reads these: its `prompt`, or of tokens its `prompt_ids`, or
+    what stands before the last run of labels.
+    """
     prompt = row.get("prompt")
     values: list[Any] = []
     images: list[Any] = []
     options: dict[str, Any] = {}
-    if prompt is None and reads is None and "prompt_ids" in row:
-        return Prompt(tokenizer.decode(row["prompt_ids"]), list(row["prompt_ids"]))
+    if prompt is None and reads is None and (ids := row.get("prompt_ids") or _before_the_answer(row)):
+        return Prompt(tokenizer.decode(ids), list(ids))
     if prompt is None:
         raise DataError(
-            f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}. Keep "
-            "one, with remove_unused_columns=True the trainer itself does not read it."
+            f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}, and no "
+            "label of -100 before an answer. Give rows of prompt and completion, or train on the assistant's turns "
+            "alone; a column that the model does not read needs remove_unused_columns=True."
         )
     if reads is not None:
         vision, reader = reads

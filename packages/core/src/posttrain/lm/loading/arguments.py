@@ -96,7 +96,10 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
         False, "Quantize the 4-bit scales too: about 0.4 bits a weight less.", needs="load_in_4bit"
     )
     bnb_4bit_quant_storage: str | None = opt(
-        None, "Type the 4-bit weights are packed in; FSDP needs that of dtype.", needs="load_in_4bit"
+        None,
+        "Type the 4-bit weights are packed in; FSDP needs that of dtype.",
+        choices=("uint8", "int8", *DTYPES[1:]),
+        needs="load_in_4bit",
     )
 
     def __post_init__(self) -> None:
@@ -108,6 +111,8 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
         elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
             bits = "load_in_8bit" if self.load_in_8bit else "load_in_4bit"
             yield f"{bits}=True: quantized weights are not trained themselves; set use_peft=True to train an adapter"
+        if self.use_peft and self.lora_target_modules == [] and not self.lora_target_parameters:
+            yield "lora_target_modules=[] adapts nothing; leave it out for those of peft, or name some, as all-linear"
         if self.use_peft and self.lora_target_parameters and self.lora_dropout:
             yield f"lora_dropout={self.lora_dropout}: adapters of lora_target_parameters have no dropout; set it to 0"
 
