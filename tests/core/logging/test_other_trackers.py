@@ -17,6 +17,7 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import torch
 
 from posttrain.core import TrainingArguments
 from posttrain.core.logging.trackers import _TrackerArguments, tracker_callbacks
@@ -120,10 +121,13 @@ def test_a_tracker_offline_has_the_losses_of_the_run(name, module, code, variabl
 def test_trackers_see_the_fields_of_the_arguments_and_may_copy_them(tmp_path):
     import copy
 
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, run_name="mine")
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, run_name="mine", hub_token="hf_secret")
     given = _TrackerArguments(arguments)
     assert dataclasses.fields(given) == dataclasses.fields(arguments)
-    assert copy.deepcopy(given).run_name == copy.copy(given).run_name == "mine"
+    assert copy.deepcopy(given).run_name == "mine"
+    torch.save(given, tmp_path / "training_args.bin")  # as transformers does beside a model
+    assert torch.load(tmp_path / "training_args.bin", weights_only=True)["run_name"] == "mine"
+    assert b"hf_secret" not in (tmp_path / "training_args.bin").read_bytes()
     assert given.accelerator_config.to_dict() == dict(arguments.accelerator_config)
 
 

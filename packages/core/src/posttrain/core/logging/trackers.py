@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,12 +347,16 @@ class _TrackerArguments:
         vars(self)["_args"], vars(self)["_changed"] = args, changed or {}
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self)
-        if "_args" not in own:  # `copy` asks before the object has attributes
-            raise AttributeError(name)
-        return own["_changed"][name] if name in own["_changed"] else getattr(own["_args"], name)
+        changed = vars(self)["_changed"]
+        return changed[name] if name in changed else getattr(vars(self)["_args"], name)
 
     def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:  # for training_args.bin beside a kept model: plain data, without tokens
+        return OrderedDict, (self.to_dict(),)
 
 
 def show_table(rows: list[dict[str, Any]], name: str, report_to: list[str]) -> None:
