@@ -314,13 +314,11 @@ def _resume(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict
 
 def _start_swanlab(library: Any, args: Any, state: Any) -> None:
     """Begin a run unless one is under way: the callback asks for it, and swanlab 0.10 raises where there is none."""
-    with contextlib.suppress(RuntimeError):
-        if library.get_run() is not None:
-            return
-    name = "-".join(each for each in (args.run_name, state.trial_name) if each) or None
-    given = {"id": os.environ.get("SWANLAB_RUN_ID"), "resume": os.environ.get("SWANLAB_RESUME")}
-    known = {key: value for key, value in given.items() if value is not None}
-    library.init(project=os.environ.get("SWANLAB_PROJECT"), experiment_name=name, **known)
+    try:
+        library.get_run()
+    except RuntimeError:
+        name = "-".join(each for each in (args.run_name, state.trial_name) if each) or None
+        library.init(project=os.environ.get("SWANLAB_PROJECT"), experiment_name=name)
 
 
 def _run_of(name: str, callback: Any, args: Any) -> str | None:
