@@ -25,7 +25,7 @@ from posttrain.core.distributed import accelerator_config, shard_settings
 from posttrain.core.errors import ConfigError
 from posttrain.lm.loading.adapters import add_adapter
 from posttrain.lm.loading.loading import load_causal_lm
-from posttrain.rl import GRPOConfig, GRPOTrainer
+from posttrain.rl import GRPOConfig, GRPOTrainer, RLOOConfig
 from posttrain.seq2seq import Seq2SeqConfig
 from posttrain.sft import SFTConfig
 from tests import tiny
@@ -115,6 +115,26 @@ def test_the_search_sees_what_is_only_checked():
         )
     )
     assert reads.names == {"c", "d", "e"}
+
+
+@pytest.mark.parametrize("config_class", CONFIGS, ids=lambda c: c.__name__)
+def test_no_field_takes_a_tuple_alone_which_neither_a_file_nor_a_flag_can_give(config_class):
+    assert [name for name, kinds in field_types(config_class).items() if tuple in kinds and list not in kinds] == []
+
+
+@pytest.mark.parametrize("given", [(-1.0, 0.5), [-1.0, 0.5], "flags", "dict"])
+def test_two_bounds_are_read_from_wherever_they_come(given):
+    from transformers import HfArgumentParser
+
+    parser, own = HfArgumentParser(RLOOConfig), ["--output_dir", "out", "--use_cpu", "True"]
+    if given == "flags":
+        (args,) = parser.parse_args_into_dataclasses([*own, "--reward_clip_range", "-1", "0.5"])
+    elif given == "dict":
+        (args,) = parser.parse_dict({"output_dir": "out", "use_cpu": True, "reward_clip_range": [-1, 0.5]})
+    else:
+        args = RLOOConfig("out", use_cpu=True, reward_clip_range=given)
+    assert args.reward_clip_range == [-1, 0.5]
+    assert RLOOConfig("out", use_cpu=True, reward_clip_range=(0, float("inf"))).reward_clip_range[1] == float("inf")
 
 
 #: Fields that read a dict or an empty list although their type does not say so.

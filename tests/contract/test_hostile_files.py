@@ -197,6 +197,33 @@ def test_code_that_comes_with_a_model_runs_only_if_an_argument_says_so(mark, tmp
         trainer_of(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize("load", ["reward model", "seq2seq", "consolidate"])
+def test_nobody_is_asked_at_the_terminal_whether_such_code_may_run(load, mark, tmp_path, monkeypatch):
+    from posttrain.cli.tools.consolidate import consolidate
+    from posttrain.core import ModelConfig
+    from posttrain.core.checkpoint import Store
+    from posttrain.rl.rewards.score_heads import load_reward_model
+    from posttrain.seq2seq.cli import load_model
+
+    folder = tmp_path / "model"
+    tiny.causal_lm().save_pretrained(folder)
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Config: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Config"}}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr(Store, "verify", lambda *_: [])
+    monkeypatch.setattr("posttrain.core.checkpoint.sharded.processes", lambda *_: 1)
+    monkeypatch.setattr("posttrain.core.checkpoint.sharded.load", lambda *_: {})
+    calls = {
+        "reward model": lambda: load_reward_model(folder),
+        "seq2seq": lambda: load_model(ModelConfig(model_name_or_path=str(folder))),
+        "consolidate": lambda: consolidate(folder, tmp_path / "whole"),
+    }
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        calls[load]()
+
+
 def test_code_that_comes_with_a_tokenizer_is_not_run(mark, tmp_path):
     folder = tmp_path / "model"
     tiny.causal_lm().save_pretrained(folder)

@@ -326,10 +326,11 @@ def test_tokens_and_operations_are_counted_up_to_each_record(script, counted):
 
         trainer = language(script, library, callbacks=[Look], include_num_input_tokens_seen=counted, logging_steps=2,
                            max_steps=5, eval_strategy="steps", eval_steps=3)  # fmt: skip
-        trainer.train()
-        return log_of(trainer), seen, trainer.state.total_flos
+        tokens = trainer.train().metrics["num_input_tokens_seen"]
+        return log_of(trainer), [*seen, tokens], trainer.state.total_flos
 
-    _, seen, flops = agree(run)
+    _, (*seen, tokens), flops = agree(run)
+    assert tokens == seen[-1]
     if counted == "all":
         assert flops == pytest.approx(6 * seen[-1] * flops_parameters(tiny.causal_lm()), rel=1e-4)
     assert isinstance(flops, float) and len(seen) == 5

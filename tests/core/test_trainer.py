@@ -442,6 +442,9 @@ def test_wrong_things_in_the_constructor_are_named(tmp_path):
         Trainer(Regression(), {"output_dir": "x"})
     with pytest.raises(TypeError, match="5 is no callback"):
         Trainer(Regression(), args, callbacks=[5])
+    for name in ("compute_loss_func", "preprocess_logits_for_metrics"):
+        with pytest.raises(TypeError, match=f"{name} must be a function, not 5"):
+            Trainer(Regression(), args, **{name: 5})
 
 
 def test_an_id_that_the_model_does_not_know_is_named(tmp_path):

@@ -26,7 +26,7 @@ import torch
 import transformers
 import yaml
 
-from posttrain.core import Trainer, TrainingArguments, config
+from posttrain.core import Trainer, TrainerCallback, TrainingArguments, config
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import ConfigError
 from posttrain.core.hub.card import (
@@ -305,6 +305,25 @@ def test_a_checkpoint_of_a_scripts_own_is_uploaded_by_the_method_of_transformers
     files = on_hub(hub)
     for step in (1, 2):
         assert {f"checkpoint-{step}/mine.txt", f"checkpoint-{step}/model.safetensors"} <= set(files)
+
+
+@pytest.mark.parametrize(("strategy", "heard"), [("end", [2]), ("every_save", [1, 2, 2])])
+def test_callbacks_hear_of_an_upload_as_it_begins_and_of_nothing_else(strategy, heard, hub, tmp_path):
+    class Hears(TrainerCallback):
+        def on_push_begin(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+
+    steps = []
+    options = {"push_to_hub": True, "hub_model_id": "me/model", "hub_token": TOKEN, "hub_strategy": strategy}
+    args = TrainingArguments(
+        tmp_path / "out", use_cpu=True, max_steps=2, save_strategy="steps", save_steps=1, report_to="none", **options
+    )
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 16
+    trainer = Trainer(tiny.causal_lm(), args, train_dataset=rows, callbacks=[Hears])
+    trainer.train()
+    assert steps == heard
+    trainer.push_to_hub()
+    assert steps == [*heard, 2]
 
 
 def test_pushing_does_not_wait_and_says_what_is_in_use(hub, tmp_path):

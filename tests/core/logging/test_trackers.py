@@ -101,8 +101,9 @@ def test_a_misspelt_tracker_is_named_with_the_nearest(wrong, right, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "module", "package"),
-    [("wandb", "wandb", "wandb"), ("swanlab", "swanlab", "swanlab"), ("flyte", "flytekit", "flytekit"),
-     ("comet_ml", "comet_ml", "comet-ml"), ("tensorboard", "tensorboard", "tensorboard")],
+    [("wandb", "wandb", "wandb"), ("swanlab", "swanlab", "swanlab"),
+     ("flyte", "flytekit", "flytekitplugins-deck-standard"), ("comet_ml", "comet_ml", "comet-ml"),
+     ("tensorboard", "tensorboard", "tensorboard")],
 )  # fmt: skip
 def test_a_tracker_that_is_not_installed_is_said_when_the_trainer_is_made(name, module, package, tmp_path):
     if importlib.util.find_spec(module) is not None:

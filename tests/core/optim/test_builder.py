@@ -14,7 +14,7 @@ from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
 from posttrain.core.optim.builder import OPTIMIZERS
-from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, REFUSED, target_matrices
+from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, REFUSED, package_of, target_matrices
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.low_rank import SIDES, Apollo, galore, projection
 from posttrain.core.optim.resumable import adafactor_class
@@ -639,6 +639,46 @@ def test_a_library_may_make_its_classes_when_they_are_asked_for(optim, library, 
     for package in {library.partition(".")[0], library}:
         monkeypatch.setitem(sys.modules, package, module)
     assert builder.optimizer_class_and_kwargs(arguments(optim), None)[0] is torch.optim.Adagrad
+
+
+@pytest.mark.parametrize(
+    ("optim", "library", "name", "more"),
+    [
+        ("adamw_torch_xla", "torch_xla.amp.syncfree", "AdamW", {}),
+        ("adamw_torch_npu_fused", "torch_npu.optim", "NpuFusedAdamW", {}),
+        ("adamw_anyprecision", "torchdistx.optimizers", "AnyPrecisionAdamW",
+         {"use_kahan_summation": True, "momentum_dtype": torch.float16, "variance_dtype": torch.float32,
+          "compensation_buffer_dtype": torch.bfloat16}),
+    ],
+)  # fmt: skip
+def test_the_class_of_another_device_gets_what_the_arguments_say(optim, library, name, more, monkeypatch):
+    class Theirs(torch.optim.AdamW):
+        def __init__(self, params, **given):
+            self.given = given
+            super().__init__(params, **{key: given[key] for key in ("lr", "betas", "eps")})
+
+    parts = library.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ModuleType(".".join(parts[:end]))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    setattr(module, name, Theirs)
+    texts = "use_kahan_summation=True, momentum_dtype=float16" if more else None
+    args = arguments(optim, learning_rate=1e-2, adam_beta1=0.8, adam_epsilon=1e-6, weight_decay=0.1, optim_args=texts)
+    model, plain = Net(), Net()
+    optimizer = builder.build(model, args)
+    assert optimizer.given == {"lr": 1e-2, "betas": (0.8, 0.999), "eps": 1e-6, **more}
+    settings = arguments("adamw_torch", learning_rate=1e-2, adam_beta1=0.8, adam_epsilon=1e-6, weight_decay=0.1)
+    train(model, optimizer, 3)
+    train(plain, builder.build(plain, settings), 3)
+    assert_same(weights(model), weights(plain), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if package_of(name)])
+def test_an_optimizer_of_a_package_that_is_missing_names_itself_and_the_command(name, monkeypatch):
+    module, command = package_of(name)
+    monkeypatch.setitem(sys.modules, module, None)
+    (problem,) = builder.package_problems(arguments(name))
+    assert f"optim='{name}'" in str(problem) and f"pip install '{command}'" in str(problem)
 
 
 def test_what_depends_on_the_model_asks_for_it():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from posttrain.core import TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from posttrain.rl import DPOConfig, DPOTrainer, KTOTrainer
+from posttrain.rl import DPOConfig, DPOTrainer, KTOTrainer, ORPOTrainer
 from posttrain.rl.preference import precomputed
 from tests import tiny
 from tests.contract.trainers import arguments, preference_rows
@@ -495,6 +495,21 @@ def test_no_number_is_asked_of_the_device_within_a_step(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- models of other kinds
+
+
+@pytest.mark.parametrize("cls", [DPOTrainer, KTOTrainer, ORPOTrainer])
+def test_rows_are_padded_to_a_multiple_or_it_is_said_that_there_is_no_padding(cls, tmp_path, caplog):
+    def made(**changes):
+        usual = {"use_cpu": True, "report_to": "none", "pad_to_multiple_of": 32}
+        args = cls.config_class(str(tmp_path), **usual | changes)
+        return batch_of(cls(tiny.causal_lm(), args=args, train_dataset=ROWS, processing_class=tiny.tokenizer()))
+
+    assert made(shared_prefix=False)["input_ids"].shape[1] % 32 == 0
+    assert "pad_to_multiple_of" not in caplog.text
+    for changes in ({}, {"shared_prefix": False, "padding_free": True}):
+        caplog.clear()
+        assert len(made(**changes)["input_ids"]) == 1
+        assert "pad_to_multiple_of=32 has no effect: a batch is one row" in caplog.text
 
 
 def test_a_model_that_cannot_share_prompts_is_trained_all_the_same(tmp_path, monkeypatch, caplog):

@@ -29,6 +29,7 @@ from posttrain.rl.rewards.scoring import RewardError
 from posttrain.rl.samples.prompts import GroupedStream, GroupSampler, Layout
 from tests import tiny
 from tests.contract.trainers import arguments
+from tests.core.hub.test_hub import TOKEN, hub  # noqa: F401
 
 WORDS = " ".join(tiny.CORPUS).split()
 ROWS = [{"prompt": " ".join(WORDS[i : i + 3]), "answer": WORDS[i]} for i in range(8)]
@@ -740,6 +741,17 @@ def test_written_completions_go_to_the_hub_and_its_failures_stop_nothing(tmp_pat
         ).train()
     assert Hub.uploaded == ["completions_00000.parquet"]
     assert any("completions_00001.parquet was not uploaded" in record.message for record in caplog.records)
+
+
+def test_written_completions_arrive_in_a_private_dataset_of_the_hub(hub, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    shown = {"log_completions": True, "num_completions_to_print": 0, "log_completions_hub_repo": "me/rollouts"}
+    trainer(tmp_path, hub_token=TOKEN, max_steps=1, **shown).train()
+    (made,) = hub.created
+    assert (made["type"], made["name"]) == ("dataset", "rollouts")
+    assert made.get("visibility", made.get("private")) in ("private", True)
+    written = tmp_path / "completions" / "completions_00000.parquet"
+    assert hub.files["me/rollouts", "main"][written.name] == written.read_bytes()
 
 
 def test_evaluation_gives_pass_at_k_on_held_out_prompts(tmp_path):

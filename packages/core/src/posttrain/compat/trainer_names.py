@@ -97,6 +97,7 @@ class TrainerNames:
     state: TrainerState
     callback_handler: CallbackHandler
     evaluation_loop: Callable[..., EvalLoopOutput]
+    _fire: Callable[..., None]
     log_metric: Callable[..., None]
     run: Run
     saving: Saving
@@ -325,6 +326,7 @@ class TrainerNames:
         **card: Any,
     ) -> Any:
         """Upload the model with its card; returns the address, or the upload under way where not `blocking`."""
+        self._fire("on_push_begin")
         self.save_model(_internal_call=True)
         self.create_model_card(**card)
         if not self.dist.is_main:

@@ -283,7 +283,7 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
             yield (
                 f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"
             )
-        elif any(isinstance(one, float) and not math.isfinite(one) for one in value):
+        elif any(one != one or (abs(one) == math.inf != bounds.get("max")) for one in value if isinstance(one, float)):
             yield f"{field.name}={shown(field.name, value)} must hold finite numbers"
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if math.isnan(value):

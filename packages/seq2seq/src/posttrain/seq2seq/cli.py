@@ -43,12 +43,10 @@ def load_model(options: Any) -> Any:
     """The model of a `posttrain.lm.loading.arguments.ModelConfig`: with an encoder where it has one, else a causal
     one.
     """
-    from transformers import AutoConfig
-
     from posttrain.lm.loading import loading
 
     name, kwargs = options.model_name_or_path, options.model_init_kwargs()
-    encodes = AutoConfig.from_pretrained(name, revision=options.model_revision).is_encoder_decoder
+    encodes = loading.config_of(name, kwargs).is_encoder_decoder
     auto = "AutoModelForSeq2SeqLM" if encodes else "AutoModelForCausalLM"
     return loading.load_causal_lm(name, kwargs, options.quantization_config(), auto_class=auto)
 

@@ -36,7 +36,7 @@ def consolidate(checkpoint: Path, folder: Path) -> None:
     if (checkpoint / "config.json").is_file():
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(checkpoint)
+        config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)  # else it asks
         with torch.device("meta"):
             model = getattr(transformers, config.architectures[0])(config)
         weights.save_weights(model, folder, tensors)

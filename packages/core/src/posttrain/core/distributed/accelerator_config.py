@@ -41,6 +41,10 @@ class AcceleratorConfig(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"accelerator_config has no {name!r}{did_you_mean(name, self)}") from None
 
+    def to_dict(self) -> dict[str, Any]:
+        """The options as a plain dict; the callbacks of W&B and DVCLive ask for it where they save the model."""
+        return dict(self)
+
     @property
     def accumulation(self) -> dict[str, Any]:
         """`gradient_accumulation_kwargs`, empty where there are none."""

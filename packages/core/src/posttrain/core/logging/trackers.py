@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from posttrain.core.state import strict
 logger = logging.getLogger(__name__)
 
 # What pip calls a tracker, where that is not its name in `report_to`.
-PACKAGES = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml", "flyte": "flytekit"}
+PACKAGES = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml", "flyte": "flytekitplugins-deck-standard"}
 LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
 
@@ -214,7 +215,8 @@ def tracker_callbacks(report_to: list[str]) -> list[Any]:
             callbacks.append(apart(name, known[name]()))
         except (RuntimeError, ImportError, ValueError) as error:  # each of them raises another kind
             command = f"pip install {PACKAGES.get(name, name)}"
-            run = "" if command in str(error) or name == "kubeflow" else f" Run: {command}"
+            is_there = _is_installed(name) and not isinstance(error, ModuleNotFoundError)
+            run = "" if is_there or command in str(error) or name == "kubeflow" else f" Run: {command}"
             raise ImportError(f"report_to={name!r}: {error}{run}") from error
     return callbacks
 
@@ -284,6 +286,8 @@ def _begin(name: str, callback: Any, method: Any, args: Any, state: Any, control
         callback.logging_dir = args.logging_dir
     if saved is not None and state.is_world_process_zero:
         arguments = _resume(saved, name, callback, args, state)
+    if name == "swanlab" and state.is_world_process_zero:
+        _start_swanlab(callback._swanlab, args, state)
     method(_TrackerArguments(args, arguments), state, control, **kwargs)
     run = _run_of(name, callback, args) if state.is_world_process_zero else None
     if run is not None:
@@ -308,6 +312,15 @@ def _resume(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict
     return {}
 
 
+def _start_swanlab(library: Any, args: Any, state: Any) -> None:
+    """Begin a run unless one is under way: the callback asks for it, and swanlab 0.10 raises where there is none."""
+    try:
+        library.get_run()
+    except RuntimeError:
+        name = "-".join(each for each in (args.run_name, state.trial_name) if each) or None
+        library.init(project=os.environ.get("SWANLAB_PROJECT"), experiment_name=name)
+
+
 def _run_of(name: str, callback: Any, args: Any) -> str | None:
     """The id of a tracker's run; None for trackers that cannot resume one."""
     if name == "wandb":
@@ -326,16 +339,22 @@ def _run_of(name: str, callback: Any, args: Any) -> str | None:
 class _TrackerArguments:
     """The arguments of a run as the trackers of transformers read them: read-only, for some overwrite ``run_name``."""
 
+    fsdp_plugin_args = _setup_devices = None  # W&B's and DVCLive's save the model by a trainer of transformers
+
     def __init__(self, args: Any, changed: dict[str, Any] | None = None) -> None:
         vars(self)["_args"], vars(self)["_changed"] = args, changed or {}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # `copy` looks this up before the object has attributes
-            raise AttributeError(name)
         changed = vars(self)["_changed"]
         return changed[name] if name in changed else getattr(vars(self)["_args"], name)
 
     def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:  # for training_args.bin beside a kept model: plain data, without tokens
+        return OrderedDict, (self.to_dict(),)
 
 
 def show_table(rows: list[dict[str, Any]], name: str, report_to: list[str]) -> None:

@@ -84,6 +84,7 @@ class Parts:
     read_config: Callable[[], Any] | None = None  # reads the config of a named model; None where there is none to read
     model_init: Any = None
     compute_loss_func: Any = None
+    preprocess_logits_for_metrics: Any = None
     compute_metrics: Any = None
     callbacks: Any = None
     optimizers: tuple[Any, Any] = (None, None)
@@ -250,8 +251,8 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
         yield TypeError(f"data_collator must be callable with a list of rows; {type(given).__name__} is not.")
     if isinstance(given := parts.processing_class, (str, type)):
         yield TypeError(f"processing_class is {given!r}; pass a loaded one, as AutoTokenizer.from_pretrained gives.")
-    for name in ("compute_loss_func", "model_init"):
-        is_read = name == "model_init" or parts.is_ours("compute_loss")
+    for name in ("compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
+        is_read = name != "compute_loss_func" or parts.is_ours("compute_loss")
         if (value := vars(parts)[name]) is not None and not callable(value) and is_read:
             yield TypeError(f"{name} must be a function, not {value!r}.")
     if callable(parts.compute_loss_func) and not accepts(parts.compute_loss_func, "num_items_in_batch"):

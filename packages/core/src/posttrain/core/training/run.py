@@ -453,6 +453,8 @@ class Run:
         metrics |= self.memory
         owner.log(rest | metrics)
         metrics["epoch"] = state.epoch
+        if owner.args.include_num_input_tokens_seen != "no":
+            metrics["num_input_tokens_seen"] = state.num_input_tokens_seen
         eval_loop.keep_averages(owner.optimizer)
         self._restore_best_model()
         if average is not None and owner.args.ema_use != "eval":

@@ -93,9 +93,10 @@ class Saving:
     def upload(self, checkpoint: Path | None, state: TrainerState, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""
         owner = self.owner
-        owner._fire("on_push_begin", state)
         message = "End of training" if at_end else f"Training in progress, step {state.global_step}"
-        for folder, path, ignore in hub.jobs(owner.args.hub_strategy, checkpoint, owner.args.output_dir, at_end):
+        if jobs := hub.jobs(owner.args.hub_strategy, checkpoint, owner.args.output_dir, at_end):
+            owner._fire("on_push_begin", state)
+        for folder, path, ignore in jobs:
             if owner.dist.is_main:
                 owner.uploader.push(folder, path, message, ignore)
 

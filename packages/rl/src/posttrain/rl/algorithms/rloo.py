@@ -10,6 +10,7 @@ Here it is that of PPO's clipped surrogate, for several steps on a rollout.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class RLOOConfig(RolloutConfig):
     )
     beta: float = opt(0.05, "Weight of the divergence from the reference model, taken off the rewards. 0: none.", min=0)
     normalize_advantages: bool = opt(False, "Normalize the advantages of a rollout to mean 0 and standard deviation 1.")
-    reward_clip_range: tuple[float, float] | None = opt(None, "Bounds (low, high) that rewards are kept within.")
+    reward_clip_range: list[float] | None = opt(None, "Bounds (low, high) that rewards are kept within.", max=math.inf)
 
     #: Of trl's trainer of this name before 0.23, and its version 0.22.
     OLD_NAMES = {

@@ -352,6 +352,9 @@ class PreferenceTrainer(LanguageModelTrainer):
         if self._shared or args.padding_free:
             for one in models:
                 varlen_attention.enable_segments(one, example)
+            if args.pad_to_multiple_of is not None:
+                why = "a batch is one row, which has no padding; shared_prefix=False and padding_free=False pad each"
+                logger.warning("pad_to_multiple_of=%d has no effect: %s.", args.pad_to_multiple_of, why)
         if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
 

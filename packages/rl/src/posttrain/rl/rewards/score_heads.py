@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from posttrain.core.models.wrapping import config_of, sees_images, setting
+from posttrain.lm.loading import loading
 from posttrain.lm.loading.loading import base_of_adapter, explain_missing, is_adapter, load_causal_lm, missing_folder
 
 TASK = "AutoModelForSequenceClassification"
@@ -70,14 +71,13 @@ def load_reward_model(
     """Load a model that scores texts, with images where it is of a vision-language family; see `load_causal_lm`. Where
     the folder holds no head of one output, a new one is added.
     """
-    from transformers import AutoConfig
-
     options = {"num_labels": 1} | (model_init_kwargs or {})
     kind: Any = TASK
     if not trust_remote_code and missing_folder(name_or_path) is None:  # else loading says what is wrong
         with explain_missing(os.fspath(name_or_path), "model"):
             folder = os.fspath(name_or_path)
-            config = AutoConfig.from_pretrained(base_of_adapter(folder) if is_adapter(folder) else folder)
+            adapted = is_adapter(folder)
+            config = loading.config_of(base_of_adapter(folder) if adapted else folder, {} if adapted else options)
         kind = score_class(config) if sees_images(config) else TASK
     return load_causal_lm(name_or_path, options, quantization_config, trust_remote_code, kind)
 
