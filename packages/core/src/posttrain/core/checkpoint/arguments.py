@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.core.checkpoint.remote import Remote, is_url, working_folder
 from posttrain.core.checkpoint.store import Store
@@ -86,7 +86,8 @@ class CheckpointArguments:
     restore_callback_states_from_checkpoint: bool = opt(
         True, "When resuming, restore the callbacks' states instead of using their constructor arguments."
     )
-    resume_from_checkpoint: str | None = opt(
+    # Not `bool`: HfArgumentParser would make a switch of it.
+    resume_from_checkpoint: str | None | Literal[True, False] = opt(
         None,
         "Folder of the checkpoint to resume from; true: the newest whole one in output_dir; auto: that, or a start "
         "from the beginning where there is none, so that one command starts a run and goes on with it.",
