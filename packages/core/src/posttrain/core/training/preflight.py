@@ -219,7 +219,7 @@ def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[
         rest = ", ".join(f"{name}={value!r}" for name in own if (value := value_of(args, name)) is not None)
         logger.info("args of another class are kept. The rest is %s's default: %s.", config_class.__name__, rest)
     problems = [
-        f"{name}={value!r} was passed to {owner}, and {name}={known!r} in its args"
+        f"{name}={value!r} was passed to {owner}, and {name}={known!r} in its args; give it in args alone"
         for name, value in moved.items()
         if (known := value_of(args, name)) != value and (name in written or known != default[name])
     ]
