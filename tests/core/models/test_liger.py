@@ -48,9 +48,7 @@ def test_liger_says_why_it_is_not_applied(monkeypatch):
 def test_a_kernel_that_liger_does_not_have_is_named_with_those_that_it_has(monkeypatch):
     install(monkeypatch, lambda model, rope=True, rms_norm=True, **config: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.raises(
-        ConfigError, match="config: 'rop' is none of .* rope, rms_norm, did you mean 'rope'"
-    ):
+    with pytest.raises(ConfigError, match="config: 'rop' is none of .* rope, rms_norm, did you mean 'rope'"):
         liger.apply_liger(tiny.causal_lm(), {"rop": False})
     assert liger.apply_liger(tiny.causal_lm(), {"rope": False}) is None
     with pytest.raises(ConfigError, match="liger_kernel_config: rope='no' is neither true nor false"):

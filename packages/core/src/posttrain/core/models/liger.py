@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str | None:
     """Replace layers of `model`, and of no other, by Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel).
-    Returns None, or the reason why the model was not changed. Raises a `ConfigError` for a kernel in `config` that there
-    is not for this model.
+    Returns None, or the reason why the model was not changed. Raises a `ConfigError` for an unknown kernel in `config`.
     """
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
