@@ -146,6 +146,22 @@ def test_a_model_that_a_script_has_moved_is_trained_where_it_is(tmp_path):
     assert records[1] == pytest.approx(records[0], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("tf32", [None, True, False])
+def test_products_are_in_tf32_as_asked_for(tf32, tmp_path, monkeypatch):
+    class Reads(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append([kind.allow_tf32 for kind in kinds])
+
+    kinds, seen = (torch.backends.cuda.matmul, torch.backends.cudnn), []
+    before = [kind.allow_tf32 for kind in kinds]
+    for kind, now in zip(kinds, before, strict=True):
+        monkeypatch.setattr(kind, "allow_tf32", now)  # as it is again afterwards
+    with EmulatedCuda():
+        changes = SIZES | {"max_steps": 1, "tf32": tf32}
+        TRAINERS["causal-lm"](tmp_path, callbacks=[Reads()], use_cpu=False, **changes).train()
+    assert seen == [before if tf32 is None else [tf32, tf32]]
+
+
 def test_a_trainer_on_the_cpu_and_one_on_the_gpu_follow_each_other_in_a_process(tmp_path):
     with EmulatedCuda():
         for number, use_cpu in enumerate((True, False, True, False)):
