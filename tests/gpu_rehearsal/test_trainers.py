@@ -146,16 +146,23 @@ def test_a_model_that_a_script_has_moved_is_trained_where_it_is(tmp_path):
     assert records[1] == pytest.approx(records[0], rel=1e-4, abs=1e-5)
 
 
+@pytest.fixture
+def products():
+    """What tf32 is set for: products of matrices, and convolutions."""
+    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [kind.allow_tf32 for kind in kinds]
+    yield kinds
+    for kind, now in zip(kinds, before, strict=True):
+        kind.allow_tf32 = now
+
+
 @pytest.mark.parametrize("tf32", [None, True, False])
-def test_products_are_in_tf32_as_asked_for(tf32, tmp_path, monkeypatch):
+def test_products_are_in_tf32_as_asked_for(tf32, products, tmp_path):
     class Reads(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            seen.append([kind.allow_tf32 for kind in kinds])
+            seen.append([kind.allow_tf32 for kind in products])
 
-    kinds, seen = (torch.backends.cuda.matmul, torch.backends.cudnn), []
-    before = [kind.allow_tf32 for kind in kinds]
-    for kind, now in zip(kinds, before, strict=True):
-        monkeypatch.setattr(kind, "allow_tf32", now)  # as it is again afterwards
+    before, seen = [kind.allow_tf32 for kind in products], []
     with EmulatedCuda():
         changes = SIZES | {"max_steps": 1, "tf32": tf32}
         TRAINERS["causal-lm"](tmp_path, callbacks=[Reads()], use_cpu=False, **changes).train()
