@@ -131,7 +131,7 @@ def test_an_argument_that_the_config_holds_too_is_not_overruled_silently(given, 
     rows = [{"prompt": "one", "completion": " two"}]
     parts = {"train_dataset": rows, "processing_class": tiny.tokenizer(), "max_seq_length": 32}
     with pytest.raises(
-        ConfigError, match=f"max_length=32 was passed to SFTTrainer, and max_length={given} in its args"
+        ConfigError, match=f"max_length=32 was passed to SFTTrainer, and max_length={given} in its args; give it"
     ):
         SFTTrainer(tiny.causal_lm(), SFTConfig(str(tmp_path), max_length=given, **quiet), **parts)
     copied = dataclasses.replace(SFTConfig(str(tmp_path), **quiet), logging_steps=1)

@@ -183,6 +183,13 @@ def test_trackers_may_be_named_in_every_way():
         assert TrainingArguments(report_to=given).report_to == kept
 
 
+def test_a_text_in_place_of_a_list_is_one_problem():
+    assert problems_of(include_for_metrics="inputs") == ["include_for_metrics='inputs' must be of type list"]
+    assert problems_of(include_for_metrics=["inputz"]) == [
+        "include_for_metrics holds 'inputz'; it may hold 'inputs' and 'loss'"
+    ]
+
+
 def test_json_strings_become_dicts():
     args = TrainingArguments(lr_scheduler_type="cosine", lr_scheduler_kwargs='{"num_cycles": 2}')
     assert args.lr_scheduler_kwargs == {"num_cycles": 2}
@@ -343,7 +350,10 @@ def test_a_share_of_warm_up_is_rounded_up_and_a_number_is_kept():
     [
         ("save_safetensors", False, "safetensors"),
         ("fp16_backend", "apex", "autocast"),
-        ("sharded_ddp", "simple", "FSDP"),
+        ("sharded_ddp", "simple", "set fsdp='full_shard'"),
+        ("split_batches", True, "set accelerator_config={'split_batches': True}"),
+        ("dispatch_batches", True, "leave it out"),
+        ("fp16_opt_level", "O2", "set fp16=True"),
         ("tpu_num_cores", 8, "TPUs are not supported"),
         ("mp_parameters", "x", "SageMaker"),
     ],

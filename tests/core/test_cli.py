@@ -130,7 +130,7 @@ def test_flags_come_in_every_usual_form(recorder):
 def test_a_flag_without_a_value_is_true_for_a_switch_alone(recorder, capsys):
     words = {name: parse.Setting(f"--{name}", "true", is_bare=True) for name in ("bf16", "resume_from_checkpoint")}
     (config,) = parse.configs([TeachConfig], words, [])
-    assert (config.bf16, config.resume_from_checkpoint) == (True, "true")  # such fields say what they mean alone
+    assert config.bf16 is config.resume_from_checkpoint is True  # such fields say what they mean alone
     words = "teach --model_name_or_path --dataset_name d --run_name --templates --max_steps --config".split()
     said = "\n".join(refused(capsys, *words))
     for name in ("model_name_or_path", "run_name", "templates", "max_steps", "config"):
@@ -373,7 +373,7 @@ def test_a_smoke_run_is_short_and_keeps_nothing(recorder, capsys, tmp_path):
     config, resumed = recorder.runs[-2].config, run.config
     assert (config.max_steps, config.save_steps, config.eval_steps, config.logging_steps) == (2, 2, 2, 1)
     assert config.check_saved_model and config.resume_from_checkpoint is None
-    assert (resumed.max_steps, resumed.resume_from_checkpoint, resumed.output_dir) == (3, "true", "real-smoke")
+    assert (resumed.max_steps, resumed.resume_from_checkpoint, resumed.output_dir) == (3, True, "real-smoke")
     assert (config.output_dir, config.eval_strategy, config.load_best_model_at_end) == ("real-smoke", "steps", True)
     assert run.data.max_rows == 32
     out = capsys.readouterr().out

@@ -116,6 +116,29 @@ def test_trust_remote_code_is_read_where_scripts_read_it():
         ModelConfig(trust_remote_code=True)
 
 
+class Own(Trainer):
+    """A script's."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda out: Trainer(tiny.causal_lm(), TrainingArguments(out), tokenizer=tiny.tokenizer()),
+        lambda out: Own(tiny.causal_lm(), TrainingArguments(out), tokenizer=tiny.tokenizer()),
+        lambda out: ScriptArguments(out, warmup_ratio=0.1),
+        lambda out: TrainingArguments(out, push_to_hub_organization="org"),
+        lambda out: ScriptArguments(out, group_by_length=False, warmup_ratio=0, hub_model_id="a b"),
+        lambda out: TrainingArguments(out, ema_use="eval"),
+        lambda out: setattr(TrainingArguments(out), "learning_rat", 1),
+    ],
+    ids=["trainer", "subclass", "dataclass of a script", "Hub", "name", "without effect", "assigned"],
+)
+def test_a_warning_shows_the_line_of_the_script(make, tmp_path):
+    with pytest.warns((FutureWarning, UserWarning)) as warned:
+        make(str(tmp_path))
+    assert {(warning.filename, warning.lineno) for warning in warned} == {(__file__, make.__code__.co_firstlineno)}
+
+
 class OldStyle(Trainer):
     """Methods as scripts for transformers 4 have copied and changed them."""
 

@@ -580,6 +580,12 @@ def _is_pinned(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     return _active.is_pinned(self)
 
 
+def _parse_to(*args, _original=torch._C._nn._parse_to, **kwargs):
+    """Of ``module.to(0)``: a number is that of a GPU."""
+    with torch._C.DisableTorchFunction():
+        return _original(*(torch.device(_active.kind, one) if type(one) is int else one for one in args), **kwargs)
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _cuda,
@@ -590,11 +596,12 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.as_tensor: _as_tensor,
     torch.Tensor.pin_memory: _pinned,
     torch.Tensor.is_pinned: _is_pinned,
+    torch._C._nn._parse_to: _parse_to,
 }
 
 
 for _function, _answer in _ANSWERS.items():  # threads have no function mode
-    if _function not in (torch.tensor, torch.as_tensor):
+    if hasattr(torch.Tensor, _function.__name__):
         setattr(CudaTensor, _function.__name__, _answer)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from posttrain.core import TrainerCallback
+from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.data import accelerator
 from posttrain.core.distributed.watchdog import Watchdog
 from posttrain.rl.generation.local import LocalGenerator
-from tests import versions
-from tests.contract.trainers import TRAINERS
+from tests import tiny, versions
+from tests.contract.trainers import TRAINERS, pad
 from tests.gpu_rehearsal.emulated_cuda import CudaTensor, EmulatedCuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")
@@ -127,6 +129,44 @@ def test_a_run_on_the_emulated_gpu_is_that_of_the_cpu(name, tmp_path, monkeypatc
         places = Counter((wait.phase, wait.kind, wait.stack[:2]) for wait in gpu.waits if wait.phase in PHASES)
         listed = "\n".join(f"{count} x {' | '.join(map(str, place))}" for place, count in places.most_common())
         pytest.fail(f"{waits} waits, and {WAITS[name]} are on record:\n{listed}")
+
+
+@pytest.mark.mission("S150")
+def test_a_model_that_a_script_has_moved_is_trained_where_it_is(tmp_path):
+    tiny.causal_lm().save_pretrained(tmp_path / "base")
+    records = []
+    for place in ("cpu", 0):
+        with EmulatedCuda() if place == 0 else contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", low_cpu_mem_usage=True).to(place)
+            args = TrainingArguments(str(tmp_path), use_cpu=place == "cpu", **SIZES)
+            trainer = Trainer(model, args, pad, tiny.token_rows(12), tiny.token_rows(6, seed=1))
+            trainer.train()
+            assert trainer.model is model and model.device.type == ("cpu" if place == "cpu" else "cuda")
+        records.append(figures(trainer))
+    assert records[1] == pytest.approx(records[0], rel=1e-4, abs=1e-5)
+
+
+@pytest.fixture
+def products():
+    """What tf32 is set for: products of matrices, and convolutions."""
+    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [kind.allow_tf32 for kind in kinds]
+    yield kinds
+    for kind, now in zip(kinds, before, strict=True):
+        kind.allow_tf32 = now
+
+
+@pytest.mark.parametrize("tf32", [None, True, False])
+def test_products_are_in_tf32_as_asked_for(tf32, products, tmp_path):
+    class Reads(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append([kind.allow_tf32 for kind in products])
+
+    before, seen = [kind.allow_tf32 for kind in products], []
+    with EmulatedCuda():
+        changes = SIZES | {"max_steps": 1, "tf32": tf32}
+        TRAINERS["causal-lm"](tmp_path, callbacks=[Reads()], use_cpu=False, **changes).train()
+    assert seen == [before if tf32 is None else [tf32, tf32]]
 
 
 def test_a_trainer_on_the_cpu_and_one_on_the_gpu_follow_each_other_in_a_process(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import GenerationConfig
 
 from posttrain.core import TrainerCallback
 from posttrain.core.data.collators import DataCollatorForSeq2Seq, pad_rows
@@ -413,6 +414,15 @@ def test_a_generation_config_is_used_and_an_invalid_one_refused_at_construction(
     assert (it.model.generation_config.max_length, it.model.generation_config.num_beams) == (17, 2)
     with pytest.raises(ValueError, match="(?s)generation_config.*temperature"):
         trainer(tmp_path, generation_config={"do_sample": False, "temperature": 0.5})
+
+
+def test_a_generation_config_without_the_ids_of_tokens_gets_those_of_the_model(tmp_path):
+    own, plain = GenerationConfig(num_beams=2, max_new_tokens=6), trainer(tmp_path, generation_max_length=None)
+    it = trainer(tmp_path, generation_max_length=None, generation_config=own)
+    expected = plain.predict(ROWS, num_beams=2, max_new_tokens=6).predictions
+    np.testing.assert_array_equal(it.predict(ROWS).predictions, expected)
+    assert own.decoder_start_token_id is None, "the script's object is its own"
+    assert it.predict(ROWS, max_length=4).predictions.shape[1] == 4  # of the call, before max_new_tokens
 
 
 def test_models_that_cannot_generate_are_refused(tmp_path):

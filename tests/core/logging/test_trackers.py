@@ -1,6 +1,7 @@
 """Where log records go: `log.jsonl` always, and trackers for real where they are installed."""
 
 import ast
+import contextvars
 import importlib.util
 import inspect
 import json
@@ -361,3 +362,33 @@ trainer.train()
     expected = [r["loss"] for r in read(tmp_path / "out" / "log.jsonl") if "loss" in r]
     assert [name for name, _ in losses] == ["my-run"] * 4
     assert [loss for _, loss in losses] == pytest.approx(expected)
+
+
+@pytest.mark.rotated("what they get")
+@installed("trackio")
+@pytest.mark.parametrize("frozen", ["me/frozen", False])
+def test_trackio_is_given_the_names_of_its_spaces_and_freezes_one_at_the_end(frozen, tmp_path, monkeypatch):
+    import trackio
+
+    class Settings(dict):
+        def update(self, values, allow_val_change):
+            super().update(values)
+
+    def init(**options):
+        calls["init"] = options
+        trackio.context_vars.current_space_id.set(options["space_id"])
+
+    def freeze(**options):
+        calls["freeze"] = options
+        return options["new_space_id"]
+
+    calls, settings = {}, Settings()
+    for name, stand_in in {"init": init, "freeze": freeze, "log": dict, "finish": dict, "config": settings}.items():
+        monkeypatch.setattr(trackio, name, stand_in)
+    options = dict(project="my-project", run_name="my-run", hub_private_repo=True, trackio_space_id="me/board")
+    trainer = make(tmp_path, "trackio", trackio_bucket_id="me/files", trackio_static_space_id=frozen, **options)
+    contextvars.copy_context().run(trainer.train)  # the name of the Space goes with it
+    names = dict(project="my-project", name="my-run", space_id="me/board", bucket_id="me/files", private=True)
+    assert calls.pop("init") == names | {"resume": "allow"} and settings["learning_rate"] == 0.05
+    board = dict(space_id="me/board", project="my-project", new_space_id="me/frozen", private=True)
+    assert calls == ({"freeze": board} if frozen else {})

@@ -1,6 +1,6 @@
 """Trains with and without Liger's kernels, which Triton's interpreter runs on the CPU; prints losses and gaps as JSON.
 
-TRITON_INTERPRET=1 python -m tests.core.models.interpreted_liger sft dpo
+TRITON_INTERPRET=1 python -m tests.core.models.interpreted_liger sft dpo llama
 TRITON_INTERPRET=1 torchrun --nproc_per_node 2 -m tests.core.models.interpreted_liger sft --fsdp
 """
 
@@ -36,11 +36,11 @@ def mend_interpreter() -> None:
 def run(name: str, liger: bool, folder: str, **changes: Any) -> tuple[list[float], dict[str, Any], int]:
     """(losses, trained weights, modules whose forward is Liger's) of two optimizer steps."""
     from tests import tiny
-    from tests.contract.trainers import TRAINERS
+    from tests.contract.trainers import TRAINERS, causal_lm
 
     tiny.CORPUS[:] = [text[:40] for text in tiny.CORPUS]
     options = {"use_liger_kernel": liger, "max_steps": 2, "per_device_train_batch_size": 2, "bf16": False}
-    trainer = TRAINERS[name](folder, **options, **changes)
+    trainer = (TRAINERS.get(name) or causal_lm(arch=name))(folder, **options, **changes)
     trainer.train()
     kernels = sum("Liger" in type(m).__name__ or "liger" in m.forward.__module__ for m in trainer.model.modules())
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]

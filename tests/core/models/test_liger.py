@@ -8,6 +8,8 @@ import types
 import pytest
 import torch
 
+from posttrain.core import TrainingArguments
+from posttrain.core.errors import ConfigError
 from posttrain.core.models import liger, wrapping
 from posttrain.lm.loading import adapters
 from tests import tiny
@@ -41,6 +43,16 @@ def test_liger_says_why_it_is_not_applied(monkeypatch):
     model = adapters.add_adapter(tiny.causal_lm(), peft.LoraConfig(**LORA))
     assert liger.apply_liger(model, {"rope": True}) is None
     assert applied == [(wrapping.base_model(model), {"rope": True})]
+
+
+def test_a_kernel_that_liger_does_not_have_is_named_with_those_that_it_has(monkeypatch):
+    install(monkeypatch, lambda model, rope=True, rms_norm=True, **config: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="config: 'rop' is none of .* rope, rms_norm, did you mean 'rope'"):
+        liger.apply_liger(tiny.causal_lm(), {"rop": False})
+    assert liger.apply_liger(tiny.causal_lm(), {"rope": False}) is None
+    with pytest.raises(ConfigError, match="liger_kernel_config: rope='no' is neither true nor false"):
+        TrainingArguments(use_liger_kernel=True, liger_kernel_config={"rope": "no"})
 
 
 @pytest.mark.mission("S048")

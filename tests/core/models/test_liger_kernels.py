@@ -33,11 +33,13 @@ def check(found: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal-lm", "sft", "dpo"])
+@pytest.mark.mission("S048")
+@pytest.mark.parametrize("name", ["causal-lm", "sft", "dpo", "llama", "gemma", "mistral"])
 def test_a_run_with_ligers_kernels_is_that_without_them(name):
     check(found_by(MODULE, name))
 
 
+@pytest.mark.mission("S049")
 @pytest.mark.slow
 def test_so_it_is_with_weights_that_two_processes_share():
     check(found_by("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", MODULE, "sft", "--fsdp"))

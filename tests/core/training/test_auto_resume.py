@@ -27,6 +27,19 @@ def test_auto_starts_a_run_and_goes_on_with_it(tmp_path):
     assert again.run.first_step == 2
 
 
+@pytest.mark.parametrize(("asked", "first"), [(True, 2), ("True", 2), (False, 0), ("false", 0)])
+def test_a_file_or_a_command_line_may_say_true_or_false(asked, first, tmp_path):
+    start(tmp_path, stop_at=2)
+    by_arguments = causal_lm()(tmp_path, max_steps=4, resume_from_checkpoint=asked)
+    assert by_arguments.args.resume_from_checkpoint is bool(first)
+    by_arguments.train()
+    assert by_arguments.run.first_step == first
+    start(tmp_path / "again", stop_at=2)
+    by_call = causal_lm()(tmp_path / "again", max_steps=4)
+    by_call.train(asked)  # as scripts hand on what they have parsed
+    assert by_call.run.first_step == first
+
+
 def test_auto_does_not_start_over_where_every_checkpoint_is_damaged(tmp_path):
     start(tmp_path, stop_at=2)
     (tmp_path / "checkpoint-2" / "manifest.json").unlink()

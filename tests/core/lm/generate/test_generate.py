@@ -95,6 +95,10 @@ def test_the_call_goes_before_the_arguments_and_those_before_the_model(t5):
 def test_a_length_of_the_arguments_goes_before_max_new_tokens_of_the_model(t5):
     t5.generation_config.max_new_tokens = 99
     assert options(GenerationArguments(generation_max_length=12), {}, t5, 5) == {"max_new_tokens": 11}
+    assert options(GenerationArguments(), {"max_length": 9}, t5, 5) == {"max_new_tokens": 8}  # and one of the call
+    own = type(t5.generation_config)(max_new_tokens=5)
+    given = options(GenerationArguments(), {"max_length": 9, "generation_config": own}, t5, 5)
+    assert given["max_new_tokens"] == 8 and "max_length" not in given
 
 
 def test_without_an_encoder_lengths_count_what_is_generated(lm):

@@ -15,12 +15,11 @@ import re
 import sys
 import types
 import typing
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.errors import ConfigError, did_you_mean, warn
 from posttrain.core.fields.choices import Choice
 from posttrain.core.fields.old_names import (
     Removed,
@@ -149,13 +148,13 @@ class OldFlags(argparse.Action):
             return
         value = {"true": True, "false": False}.get(str(values).lower(), True if values is None else values)
         if isinstance(old, Renamed):
-            warnings.warn(f"--{name} is now --{self.dest}", FutureWarning, stacklevel=2)
+            warn(f"--{name} is now --{self.dest}", FutureWarning)
             if value not in old.ignore:
                 setattr(namespace, self.dest, old.convert(value))
         elif old.harmless is not None and value not in old.harmless:
             parser.error(f"argument --{name}={value} has no effect: {old.why}")
         else:
-            warnings.warn(f"--{name} has no effect: {old.why}", FutureWarning, stacklevel=2)
+            warn(f"--{name} has no effect: {old.why}", FutureWarning)
 
 
 _old_flags: dict[str, Renamed | Removed] = {}
@@ -399,7 +398,7 @@ def validate(config: Any) -> None:
     if failures:
         raise failures[0]
     if without_effect := list(unused(config)):
-        warnings.warn(f"{type(config).__name__}: {'; '.join(without_effect)}.", stacklevel=4)
+        warn(f"{type(config).__name__}: {'; '.join(without_effect)}.")
 
 
 def unused(config: Any) -> Iterator[str]:

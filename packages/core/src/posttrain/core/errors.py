@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import sys
+import warnings
 from collections.abc import Iterable
 from types import ModuleType
 from typing import TypeVar
@@ -54,6 +56,16 @@ class NonFiniteError(ArithmeticError):
 
 class LossSpikeError(ArithmeticError):
     """A loss was far above those before it, and the run was to stop there (``on_loss_spike='stop'``)."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line outside of posttrain that led here; a dataclass' own constructor, in no file, is none."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").startswith("posttrain.") or frame.f_code.co_filename == "<string>"
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:

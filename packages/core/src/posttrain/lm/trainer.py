@@ -252,7 +252,7 @@ def model_problems(args: Any, parts: Parts, wanted: str) -> Iterator[Problem]:
                 "peft.LoraConfig()) to train an adapter on them, or load the model unquantized"
             )
     elif kwargs is not None or parts.quantization_config is not None:
-        yield ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
+        yield ValueError("A model was passed: leave out model_init_kwargs and quantization_config, which load one.")
     if isinstance(parts.ref_model, nn.Module) and parts.ref_model is parts.model:
         yield ValueError("ref_model is the model itself, so it would move with it. Leave it out: a copy is made.")
     if isinstance(parts.ref_model, (str, os.PathLike)):

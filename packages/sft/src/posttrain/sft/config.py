@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.core.config import JSONObject, Resolved, opt, set_among
-from posttrain.core.errors import did_you_mean
+from posttrain.core.errors import did_you_mean, warn
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.lm.generate.generate import GenerationArguments
 from posttrain.lm.images.images import ImageArguments
@@ -125,9 +124,7 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
     def _normalize(self) -> None:
         for name in self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else ():
             if name in NO_EFFECT:
-                warnings.warn(
-                    f"SFTConfig: dataset_kwargs: {name!r} has no effect: {NO_EFFECT[name]}", FutureWarning, stacklevel=5
-                )
+                warn(f"SFTConfig: dataset_kwargs: {name!r} has no effect: {NO_EFFECT[name]}", FutureWarning)
         if isinstance(self.train_on, list) and len(self.train_on) == 1:
             self.train_on = self.train_on[0]
         if self.eval_packing is None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from posttrain.core.checkpoint.remote import Remote, is_url, working_folder
 from posttrain.core.checkpoint.store import Store
@@ -86,11 +86,12 @@ class CheckpointArguments:
     restore_callback_states_from_checkpoint: bool = opt(
         True, "When resuming, restore the callbacks' states instead of using their constructor arguments."
     )
-    resume_from_checkpoint: str | None = opt(
+    # Not `bool`: HfArgumentParser would make a switch of it.
+    resume_from_checkpoint: str | None | Literal[True, False] = opt(
         None,
         "Folder of the checkpoint to resume from; true: the newest whole one in output_dir; auto: that, or a start "
         "from the beginning where there is none, so that one command starts a run and goes on with it.",
-        flag="true",
+        flag=True,
     )
     allow_pickle: bool = opt(
         False,
@@ -113,6 +114,7 @@ class CheckpointArguments:
         return self.save_total_limit or None
 
     def _normalize(self) -> None:
+        self.resume_from_checkpoint = asked_for(self.resume_from_checkpoint)
         output_dir = value_of(self, "output_dir")
         if is_url(output_dir) and self.remote_dir in (None, output_dir):
             vars(self).update(remote_dir=output_dir, output_dir=working_folder(output_dir))
@@ -134,7 +136,7 @@ class CheckpointArguments:
         except (ImportError, ValueError) as error:
             yield type(error)(f"remote_dir={self.remote_dir!r} cannot be reached: {error}")
             return
-        wanted = asked_for(self.resume_from_checkpoint)
+        wanted = self.resume_from_checkpoint
         if wanted and getattr(self, "should_save", True) and not is_url(wanted):
             try:
                 store = Store(vars(self)["output_dir"], remote)
@@ -149,6 +151,6 @@ AUTO = "auto"
 
 
 def asked_for(resume_from_checkpoint: Any) -> Any:
-    """Convert `resume_from_checkpoint` from the command line: "true" becomes True, "false" None."""
-    words = {"true": True, "false": None, "": None}
+    """Convert `resume_from_checkpoint` from the command line: "true" becomes True, "false" False, "" None."""
+    words = {"true": True, "false": False, "": None}
     return words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)

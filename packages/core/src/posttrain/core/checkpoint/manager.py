@@ -62,8 +62,7 @@ class CheckpointManager:
 
     def find(self, wanted: str | bool | Path | None) -> Path | None:
         """The checkpoint that `train` was asked to resume from, verified; None: start from the beginning."""
-        if wanted is None:
-            wanted = asked_for(self.args.resume_from_checkpoint)
+        wanted = asked_for(self.args.resume_from_checkpoint if wanted is None else wanted)
         self.on_savers(self.store.clean)
         start, self.run, notice = self.dist.on_main(lambda: self._begin(wanted), "the check of the checkpoint")
         if notice and not self.args.overwrite_output_dir:

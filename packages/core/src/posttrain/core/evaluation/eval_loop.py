@@ -82,7 +82,7 @@ class EvaluationArguments:
     include_for_metrics: list[str] = opt([], "Also hand `compute_metrics` `inputs`, or the mean `loss` of each batch.")
 
     def _problems(self) -> Iterator[str]:
-        for name in self.include_for_metrics:
+        for name in self.include_for_metrics if isinstance(self.include_for_metrics, list) else ():
             if name not in ("inputs", "loss"):
                 yield f"include_for_metrics holds {name!r}; it may hold 'inputs' and 'loss'"
 

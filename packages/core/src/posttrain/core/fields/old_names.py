@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, warn
 from posttrain.core.fields.redaction import shown
 
 
@@ -90,16 +88,8 @@ class AnswersToOldNames:
         # A script may keep values of its own here; one that is named almost like a field is meant for it.
         if name not in self.__dataclass_fields__ and not name.startswith("_") and not hasattr(kind, name):
             if near := difflib.get_close_matches(name, self.__dataclass_fields__, n=1, cutoff=0.9):
-                warnings.warn(f"{kind.__name__} has no argument {name!r}, did you mean {near[0]!r}?", stacklevel=2)
+                warn(f"{kind.__name__} has no argument {name!r}, did you mean {near[0]!r}?")
         object.__setattr__(self, name, value)
-
-
-def _warn(message: str) -> None:
-    """Warn of the line outside of posttrain that led here."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("posttrain."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, FutureWarning, stacklevel=level)
 
 
 def translate_old_names(
@@ -120,9 +110,9 @@ def translate_old_names(
             if old.harmless is not None and value not in old.harmless:
                 problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
             elif value not in old.says_nothing:
-                _warn(f"{config_class.__name__}: {name} has no effect: {old.why}")
+                warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning)
         elif value in old.ignore:
-            _warn(f"{config_class.__name__}: {name} is now {old.new}")
+            warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning)
         elif old.most is not None and isinstance(value, int | float) and not 0 <= value <= old.most:
             problems.append(f"{name}={shown(name, value)} must be from 0 to {old.most}; {old.new} takes larger numbers")
         else:
@@ -136,7 +126,7 @@ def translate_old_names(
                 problems.append(f"{name} is the old name of {old.new}, which {config_class.__name__} does not have")
             else:
                 now = f"{old.new}={shown(old.new, new_value)}"
-                _warn(f"{config_class.__name__}: {name}={shown(name, value)} is now {now}")
+                warn(f"{config_class.__name__}: {name}={shown(name, value)} is now {now}", FutureWarning)
                 today[old.new] = new_value
     return today, problems
 
@@ -185,7 +175,7 @@ def moved_arguments(owner: str, config_class: type, given: dict[str, Any]) -> di
     if problems:
         raise ConfigError(owner, problems)
     for name in today.keys() & moved.keys():
-        _warn(f"{owner}: {name}= is now {config_class.__name__}({name}=...); both work.")
+        warn(f"{owner}: {name}= is now {config_class.__name__}({name}=...); both work.", FutureWarning)
     return today
 
 

@@ -12,7 +12,6 @@ import logging
 import re
 import shlex
 import threading
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config import Help, opt
+from posttrain.core.errors import warn
 from posttrain.core.fields.redaction import redact, shown
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,7 @@ class HubArguments:
         rest = {name: value for name, value in kwargs.items() if name != "push_to_hub_organization"}
         name = rest.pop("push_to_hub_model_id", None) or rest.pop("hub_model_id", None)
         model_id = f"{owner}/{name or Path(rest.get('output_dir') or 'trainer_output').name}"
-        warning = f"{cls.__name__}: push_to_hub_organization={owner!r} is now hub_model_id={model_id!r}"
-        warnings.warn(warning, FutureWarning, stacklevel=3)
+        warn(f"{cls.__name__}: push_to_hub_organization={owner!r} is now hub_model_id={model_id!r}", FutureWarning)
         return rest | {"hub_model_id": model_id}
 
     def _problems(self) -> Iterator[str]:
@@ -92,7 +91,7 @@ class HubArguments:
             if self.push_to_hub:
                 yield problem
             else:  # often a default that nothing reads
-                warnings.warn(f"{type(self).__name__}: {problem} before you upload", stacklevel=5)
+                warn(f"{type(self).__name__}: {problem} before you upload")
 
 
 def missing_token(args: HubArguments) -> str | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.batch_limits import explain_failure
+from posttrain.core.errors import warn
 from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, replaced, setting
@@ -401,11 +401,9 @@ class LabelSmoother:
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
     """What smooths the labels of `model`; None where nothing does."""
     if factor and setting(config_of(model), "problem_type") == "multi_label_classification":
-        warnings.warn(
+        warn(
             f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
             "classification, whose classes are no alternatives.",
-            UserWarning,
-            stacklevel=2,
         )
         return None
     return LabelSmoother(factor) if factor else None

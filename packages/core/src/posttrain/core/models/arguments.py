@@ -88,6 +88,9 @@ class ModelSideArguments:
                 yield f"{where}: {name}={value!r} is neither true nor false"
         if isinstance(self.liger_kernel_config, dict) and self.liger_kernel_config and not self.use_liger_kernel:
             yield "liger_kernel_config has no effect without use_liger_kernel=True; set that, or leave it out"
+        for name, on in self.liger_kernel_config.items() if isinstance(self.liger_kernel_config, dict) else ():
+            if not isinstance(on, bool):
+                yield f"liger_kernel_config: {name}={on!r} is neither true nor false"
         if self.torch_compile_backend not in (None, "inductor"):
             known = torch.compiler.list_backends(exclude_tags=())
             if self.torch_compile_backend not in known:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.models.wrapping import base_model, config_of, setting
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str | None:
     """Replace layers of `model`, and of no other, by Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel).
-    Returns None, or the reason why the model was not changed.
+    Returns None, or the reason why the model was not changed. Raises a `ConfigError` for an unknown kernel in `config`.
     """
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -37,7 +38,12 @@ def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str 
         return "use_liger_kernel=True has no effect: Triton kernels need a GPU and none is visible."
     before = {name: _forward_of(module) for name, module in base.named_modules()}
     options, head = dict(config or {}), "fused_linear_cross_entropy"
-    if not hasattr(base, "lm_head") and head in inspect.signature(SUPPORTED[model_type]).parameters:
+    takes = inspect.signature(SUPPORTED[model_type]).parameters
+    kernels = [name for name, one in takes.items() if isinstance(one.default, bool)]
+    if kernels and (unknown := [name for name in options if name not in kernels]):  # which Liger leaves out silently
+        of, near = f"Liger for {model_type!r} models: {', '.join(kernels)}", did_you_mean(unknown[0], kernels)
+        raise ConfigError("liger_kernel_config", [f"{unknown[0]!r} is none of the kernels of {of}{near}"])
+    if not hasattr(base, "lm_head") and head in takes:
         options.setdefault(head, False)  # it has the forward of a language model
     with _in_this_model_alone(base):
         _apply_liger_kernel_to_instance(model=base, **options)

@@ -12,7 +12,6 @@ import contextlib
 import enum
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from posttrain.core.config import Resolved, number, opt
-from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.errors import ConfigError, did_you_mean, warn
 from posttrain.core.fields import durations
 from posttrain.core.registry import load
 
@@ -152,7 +151,7 @@ class ScheduleArguments:
                 yield from problems
             else:  # the trainer of a script's config may make the schedule itself, and read options of its own
                 for problem in problems:
-                    warnings.warn(f"{type(self).__name__}: {problem}.", stacklevel=5)
+                    warn(f"{type(self).__name__}: {problem}.")
         if isinstance(self.warmup_steps, str):
             yield from _problems_of_length("warmup_steps", self.warmup_steps)
         elif self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():

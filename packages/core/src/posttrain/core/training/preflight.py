@@ -15,7 +15,6 @@ import dataclasses
 import inspect
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
@@ -29,7 +28,7 @@ from posttrain.core.callbacks import as_list, problems_of_callbacks
 from posttrain.core.config import value_of, values_of
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
-from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, did_you_mean, wrong_args
+from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, did_you_mean, warn, wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
@@ -170,13 +169,12 @@ def refuse_unknown(owner: Any, names: Iterable[str]) -> None:
         raise TypeError(f"{owner.__name__} got an unknown argument {name!r}{hint}")
 
 
-def renamed_arguments(trainer_class: type[Any], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:
+def renamed_arguments(trainer_class: type[Any], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a constructor under their names of today, with one warning for each old one. Raises a
     `ValueError` where both the old and the new name were given.
 
     Args:
         given: by name; None is taken as not given.
-        stacklevel: of the warnings, as in `warnings.warn`.
     """
     owner = trainer_class.__name__
     renamed = {name: value for name, value in given.items() if name not in trainer_class.OLD_ARGUMENTS}
@@ -185,7 +183,7 @@ def renamed_arguments(trainer_class: type[Any], given: dict[str, Any], stackleve
             continue
         if renamed.get(new) is not None:
             raise ValueError(f"{owner} got both {new}= and its earlier name {old}=; pass {new}= alone.")
-        warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=stacklevel)
+        warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning)
         renamed[new] = given[old]
     return renamed
 
@@ -196,7 +194,7 @@ def renamed_parts(
     """(processing_class, callbacks) of a constructor with ``tokenizer=`` or ``callback=``; TypeError for others."""
     refuse_unknown(trainer_class, old.keys() - trainer_class.OLD_ARGUMENTS.keys())
     given = {"processing_class": processing_class, "callbacks": callbacks} | old
-    now = renamed_arguments(trainer_class, given, stacklevel=5)
+    now = renamed_arguments(trainer_class, given)
     return now["processing_class"], now["callbacks"]
 
 
@@ -223,7 +221,7 @@ def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[
         rest = ", ".join(f"{name}={value!r}" for name in own if (value := value_of(args, name)) is not None)
         logger.info("args of another class are kept. The rest is %s's default: %s.", config_class.__name__, rest)
     problems = [
-        f"{name}={value!r} was passed to {owner}, and {name}={known!r} in its args"
+        f"{name}={value!r} was passed to {owner}, and {name}={known!r} in its args; give it in args alone"
         for name, value in moved.items()
         if (known := value_of(args, name)) != value and (name in written or known != default[name])
     ]

@@ -117,6 +117,16 @@ def load_generation_config(source: Any) -> Any:
     return config
 
 
+def with_token_ids(config: Any, own: Any) -> Any:
+    """`config`, with the ids of the tokens that begin, end and fill up a text from `own`, the model's, where it has
+    none: no encoder-decoder generates without the first, and no output ends without the second.
+    """
+    for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if vars(config).get(name) is None:
+            setattr(config, name, getattr(own, name, None))
+    return config
+
+
 # ---------------------------------------------------------------------------------------------------- order of the rows
 
 
@@ -189,8 +199,11 @@ def options(args: GenerationArguments, given: dict[str, Any], model: nn.Module, 
         found["num_beams"] = args.generation_num_beams
     if "max_length" not in found and "max_new_tokens" not in found:
         found |= _length(args, found.get("generation_config"), model, longest)
-    if "max_length" in found and not is_encoder_decoder(model):
-        found["max_new_tokens"] = found.pop("max_length")
+    encodes, own = is_encoder_decoder(model), found.get("generation_config") or generation_config(model)
+    if "max_length" in found and not (
+        encodes and getattr(own, "max_new_tokens", None) is None
+    ):  # which would take precedence
+        found.setdefault("max_new_tokens", found.pop("max_length") - encodes)
     return found
 
 
@@ -201,8 +214,6 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
     if args.generation_max_length is not None:
         limit, who = args.generation_max_length, f"generation_max_length={args.generation_max_length}"
         found = {"max_length": limit}
-        if own.max_new_tokens is not None:  # which would take precedence
-            found = {"max_new_tokens": limit - encodes}
     elif own.max_new_tokens is not None:
         limit, who, found = own.max_new_tokens, f"max_new_tokens={own.max_new_tokens} of the generation config", {}
     elif own.max_length is not None and encodes:
@@ -222,7 +233,7 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
         f"The longest label of the evaluation set has {longest} tokens, so up to that many are generated, not {who}. "
         "Set generation_max_length to choose another length."
     )
-    return {"max_new_tokens": longest} if own.max_new_tokens is not None else {"max_length": longest + encodes}
+    return {"max_length": longest + encodes}
 
 
 def padding_id(processing_class: Any, model: nn.Module) -> int:

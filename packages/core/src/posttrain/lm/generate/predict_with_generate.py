@@ -137,9 +137,8 @@ class GeneratesText(Trainer):
         """As the core's, with the generation config that the arguments name."""
         super().set_model(model)
         if self._generation.generation_config is not None:
-            wrapping.base_model(model).generation_config = self.load_generation_config(
-                self._generation.generation_config
-            )
+            given, base = self.load_generation_config(self._generation.generation_config), wrapping.base_model(model)
+            base.generation_config = generate.with_token_ids(given, wrapping.generation_config(base))
 
     @property
     def _generation(self) -> generate.GenerationArguments:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from posttrain.core.errors import ConfigError, require
+from posttrain.core.errors import ConfigError, require, warn
 from posttrain.core.models.trainable import check_base_can_be_found_again, check_trainable, is_quantized
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, is_encoder_decoder, is_peft_model, unwrap
 from posttrain.lm.loading import parts
@@ -54,9 +53,9 @@ def check_peft_config(peft_config: Any) -> Any:
     if given.get("target_parameters") and any(map(given.get, ("lora_dropout", "use_dora", "lora_bias"))):
         raise ValueError(f"peft_config: {OF_TENSORS}")
     if given.get("lora_ga_config") is not None and given.get("init_lora_weights") != "lora_ga":
-        warnings.warn("peft_config.lora_ga_config has no effect without init_lora_weights='lora_ga'.", stacklevel=3)
+        warn("peft_config.lora_ga_config has no effect without init_lora_weights='lora_ga'.")
     if given.get("qalora_group_size", 16) != 16 and not given.get("use_qalora"):  # 16 is peft's default
-        warnings.warn("peft_config.qalora_group_size has no effect without use_qalora=True.", stacklevel=3)
+        warn("peft_config.qalora_group_size has no effect without use_qalora=True.")
     check_base_can_be_found_again(peft_config)
     return peft
 
@@ -78,7 +77,7 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
                 "The model already has an adapter, and peft_config would add another. Train the one it has (leave out "
                 "peft_config), or pass model.merge_and_unload() to build on it."
             )
-        warnings.warn("The model already has the adapter that peft_config describes: it is trained.", stacklevel=3)
+        warn("The model already has the adapter that peft_config describes: it is trained.")
         return model
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -102,7 +101,7 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
         error.add_note(OF_TENSORS if "ParamWrapper" in str(error) else named)
         raise
     if vars(peft_config).get("use_qalora") and not is_quantized(model):
-        warnings.warn("peft_config.use_qalora has no effect on a model that GPTQ has not quantized.", stacklevel=3)
+        warn("peft_config.use_qalora has no effect on a model that GPTQ has not quantized.")
     parts.tell_adapted(adapted)
     _tell_unmatched(adapted)
     if checkpointed and hasattr(model, "enable_input_require_grads"):
@@ -155,10 +154,9 @@ def _tell_unmatched(model: Any) -> None:
         experts = [n for n, p in base.named_parameters() if ".experts." in n and p.ndim == 3 and "lora_" not in n]
         wanted = sorted({".".join(name.replace(".base_layer", "").split(".")[-3:]) for name in experts})
         hint = f" Its experts are parameters, not modules: target_parameters={wanted} adapts them." if wanted else ""
-        warnings.warn(
+        warn(
             f"peft_config.{field}: {', '.join(map(repr, unmatched))} match nothing of this {type(base).__name__}, and "
             f"nothing is trained for them.{hint}",
-            stacklevel=3,
         )
 
 

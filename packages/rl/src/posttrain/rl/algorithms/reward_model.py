@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from posttrain.core import opt
 from posttrain.core.config import set_among
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import columns_of
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, warn
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
@@ -207,11 +206,10 @@ def _with_prompt_ids(dataset: Any) -> Any:
     for name in ("{}_input_ids", "input_ids_{}"):
         earlier = {name.format(side): f"{side}_ids" for side in PAIR}
         if set(earlier) <= set(columns):
-            warnings.warn(
+            warn(
                 f"The columns {' and '.join(earlier)} are called {' and '.join(earlier.values())} now; the earlier "
                 "names will not be supported in v1.",
                 FutureWarning,
-                stacklevel=2,
             )
             masks = [column for column in columns if column.startswith("attention_mask_")]
             dataset = dataset.map(_tokens_of, remove_columns=[*earlier, *masks], fn_kwargs={"columns": earlier})

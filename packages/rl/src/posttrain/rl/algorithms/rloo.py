@@ -11,7 +11,6 @@ Here it is that of PPO's clipped surrogate, for several steps on a rollout.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.config import Resolved, opt
+from posttrain.core.errors import warn
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.core.training.preflight import passed_on, renamed_arguments
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
@@ -108,10 +108,9 @@ class RLOOTrainer(RolloutTrainer):
         **others: Any,
     ) -> None:
         if others.pop("data_collator", None) is not None:
-            warnings.warn(
+            warn(
                 "RLOOTrainer: data_collator= has no effect: prompts are tokenized when they are sampled from.",
                 FutureWarning,
-                stacklevel=2,
             )
         given = passed_on(locals(), "ref_policy")
         if ref_policy is not None and not isinstance(ref_policy, nn.Module):
