@@ -429,6 +429,22 @@ def test_an_error_in_a_dataset_names_the_rows_and_keeps_its_type_where_that_says
     assert caught.value.__notes__ == ["Rows 0 of the dataset could not be read."]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_of_a_dataset_or_a_collator_does_not_end_the_run_without_a_word(workers, tmp_path):
+    class Ends(Rows):
+        def __getitem__(self, i):
+            return next(iter(())) if i == 3 else self.rows[i]
+
+    def collate(rows):
+        return next(iter(()))
+
+    rows = tiny.token_rows(8)
+    with pytest.raises(DataError, match=r"3.* of the dataset could not be read: StopIteration"):
+        base(tmp_path / "rows", Ends(rows), dataloader_num_workers=workers).train()
+    with pytest.raises(DataError, match="could not be made into a batch by collate: StopIteration"):
+        base(tmp_path / "batches", rows, collate, dataloader_num_workers=workers).train()
+
+
 @pytest.mark.parametrize(
     ("rows", "error", "parts"),
     [
