@@ -365,6 +365,9 @@ def test_an_error_in_a_collator_names_it_and_its_rows(collator, parts, tmp_path)
 def test_an_error_in_a_worker_says_the_same(tmp_path):
     trainer = base(tmp_path, tiny.token_rows(2), lambda rows: rows[99], dataloader_num_workers=1)
     refused(DataError, "of the dataset could not be made into a batch by <lambda>", "IndexError", run=trainer.train)
+    with pytest.raises(DataError, match=r"^Rows [01], [01] of the dataset") as caught:  # not the worker's traceback
+        trainer.train()
+    assert "in DataLoader worker process 0" in str(caught.value.__cause__)
 
 
 class Ending(torch.utils.data.Dataset):

@@ -23,6 +23,7 @@ from posttrain.core.checkpoint.blocks import Source, bytes_of, write_file
 from posttrain.core.errors import CheckpointError
 
 FORMAT, VERSION = "posttrain-tree", 1
+LFS = b"version https://git-lfs."  # how a file begins that git has not replaced by its content
 
 # The dtypes of every safetensors reader. Other dtypes are stored as bytes, with the name in the JSON.
 NATIVE = {
@@ -283,7 +284,7 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
     try:
         tensors = load_file(str(path))
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+        raise _not_safetensors(path, error) from error
     return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -300,7 +301,14 @@ def check_tensors(path: str | Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+        raise _not_safetensors(path, error) from error
+
+
+def _not_safetensors(path: str | Path, error: Exception) -> CheckpointError:
+    with open(path, "rb") as file:
+        if file.read(len(LFS)) == LFS:
+            return CheckpointError(f"{path} is a pointer of Git LFS, not the file itself. Run: git lfs pull")
+    return CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).")
 
 
 def dtype_named(name: str) -> torch.dtype:
