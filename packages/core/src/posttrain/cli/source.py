@@ -213,7 +213,7 @@ class DataSource(metaclass=ConfigMeta):
         if self.eval_dataset_name:
             return train, self._held_out()
         if self.eval_share:
-            parts = train.train_test_split(test_size=self.eval_share, seed=0)
+            parts = divided(train, self.eval_share, "eval_share")
             return parts["train"], parts["test"]
         return train, None
 
@@ -271,6 +271,19 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
             f"split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
         )
     return train, held_out
+
+
+def divided(rows: Any, held_out: float, argument: str) -> Any:
+    """The splits ``"train"`` and ``"test"`` of `rows`, the second of the share or number `held_out`. Raises a
+    `DataError` that names the `argument` where one of them would be empty.
+    """
+    try:
+        return rows.train_test_split(test_size=held_out, seed=0)
+    except ValueError as error:
+        raise DataError(
+            f"{argument}={held_out} leaves no row to train on, or none to evaluate on: there are {len(rows)}. Set "
+            f"another {argument}, or give the rows of the evaluation as a dataset of their own."
+        ) from error
 
 
 def train(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> None:
