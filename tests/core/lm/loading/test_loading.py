@@ -83,6 +83,13 @@ def test_a_model_from_nowhere_asks_for_its_tokenizer():
         loading.load_tokenizer(tiny.causal_lm())
 
 
+def test_a_tokenizer_whose_file_is_a_pointer_of_git_lfs_is_named(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is a pointer of Git LFS.* Run: git lfs pull"):
+        loading.load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_whose_file_is_cut_is_named(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     whole = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.core.config import ConfigMeta, JSONObject, opt, validate
 from posttrain.core.errors import DataError, UnsavedError, did_you_mean, missing, require
-from posttrain.core.files import means_disk_full
+from posttrain.core.files import lfs_pointer, means_disk_full
 from posttrain.lm.text import layouts
 
 logger = logging.getLogger(__name__)
@@ -340,6 +340,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]
     for name in filter(_is_absent, names):
         raise DataError(f"{name} cannot be read: it does not exist{_looked_in(name, end='.')}")
+    for pointer in filter(None, map(lfs_pointer, names)):
+        raise DataError(pointer)
     saved = Path(names[0]).is_dir() and any(
         (Path(names[0]) / marker).exists() for marker in ("dataset_dict.json", "state.json")
     )

@@ -21,9 +21,9 @@ import torch
 
 from posttrain.core.checkpoint.blocks import Source, bytes_of, write_file
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import lfs_pointer
 
 FORMAT, VERSION = "posttrain-tree", 1
-LFS = b"version https://git-lfs."  # how a file begins that git has not replaced by its content
 
 # The dtypes of every safetensors reader. Other dtypes are stored as bytes, with the name in the JSON.
 NATIVE = {
@@ -305,10 +305,7 @@ def check_tensors(path: str | Path) -> None:
 
 
 def _not_safetensors(path: str | Path, error: Exception) -> CheckpointError:
-    with open(path, "rb") as file:
-        if file.read(len(LFS)) == LFS:
-            return CheckpointError(f"{path} is a pointer of Git LFS, not the file itself. Run: git lfs pull")
-    return CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).")
+    return CheckpointError(lfs_pointer(path) or f"{path} is damaged: it is not a safetensors file ({error}).")
 
 
 def dtype_named(name: str) -> torch.dtype:

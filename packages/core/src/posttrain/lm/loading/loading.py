@@ -16,6 +16,7 @@ from torch import nn
 from posttrain.core.checkpoint.weights import check_files
 from posttrain.core.data import accelerator
 from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, MissingModelError, did_you_mean, missing, require
+from posttrain.core.files import lfs_pointer
 from posttrain.core.models import wrapping
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, base_name, unwrap
@@ -308,7 +309,9 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
         with cache_where_unknown(path):
             yield
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"A file of the {what} in {path!r} is damaged: {error}. Save it there again.") from error
+        files = [os.path.join(path, name) for name in sorted(os.listdir(path))] if os.path.isdir(path) else []
+        damaged = f"A file of the {what} in {path!r} is damaged: {error}. Save it there again."
+        raise CheckpointError(next(filter(None, map(lfs_pointer, files)), damaged)) from error
     except ValueError as error:  # as of a model type that this transformers does not know, which its text explains
         setattr(error, BEFORE_THE_RUN, True)
         raise
