@@ -650,8 +650,9 @@ def bad_argument(bench: Bench, name: str, value: Any) -> str:
 
 for name, value in (
     ("per_device_train_batch_size", -4), ("gradient_accumulation_steps", 0), ("gradient_accumulation_steps", -2),
-    ("max_steps", 0), ("label_smoothing_factor", 2.0), ("save_steps", 0), ("learning_rate", -1.0), ("warmup_steps", -5),
-    ("optim_args", "betta=3"), ("save_strategy", "stpes"), ("fp16", True), ("num_train_epochs", -1),
+    ("max_steps", 0), ("label_smoothing_factor", 2.0), ("save_steps", 1.5), ("learning_rate", -1.0),
+    ("warmup_steps", -5), ("optim_args", "betta=3"), ("save_strategy", "stpes"), ("fp16", True),
+    ("num_train_epochs", -1),
 ):  # fmt: skip
     row("10", f"{name}={value!r}", BASIC)(lambda bench, name=name, value=value: bad_argument(bench, name, value))
 for name, value in (

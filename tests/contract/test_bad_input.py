@@ -365,6 +365,9 @@ def test_an_error_in_a_collator_names_it_and_its_rows(collator, parts, tmp_path)
 def test_an_error_in_a_worker_says_the_same(tmp_path):
     trainer = base(tmp_path, tiny.token_rows(2), lambda rows: rows[99], dataloader_num_workers=1)
     refused(DataError, "of the dataset could not be made into a batch by <lambda>", "IndexError", run=trainer.train)
+    with pytest.raises(DataError, match=r"^Rows [01], [01] of the dataset") as caught:  # not the worker's traceback
+        trainer.train()
+    assert "in DataLoader worker process 0" in str(caught.value.__cause__)
 
 
 class Ending(torch.utils.data.Dataset):
@@ -427,6 +430,22 @@ def test_an_error_in_a_dataset_names_the_rows_and_keeps_its_type_where_that_says
     with pytest.raises(FileNotFoundError, match="picture.png") as caught:
         base(tmp_path, Broken([FileNotFoundError("picture.png")])).train()
     assert caught.value.__notes__ == ["Rows 0 of the dataset could not be read."]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_of_a_dataset_or_a_collator_does_not_end_the_run_without_a_word(workers, tmp_path):
+    class Ends(Rows):
+        def __getitem__(self, i):
+            return next(iter(())) if i == 3 else self.rows[i]
+
+    def collate(rows):
+        return next(iter(()))
+
+    rows = tiny.token_rows(8)
+    with pytest.raises(DataError, match=r"3.* of the dataset could not be read: StopIteration"):
+        base(tmp_path / "rows", Ends(rows), dataloader_num_workers=workers).train()
+    with pytest.raises(DataError, match="could not be made into a batch by collate: StopIteration"):
+        base(tmp_path / "batches", rows, collate, dataloader_num_workers=workers).train()
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ os.write(output, "\\n".join(said).encode())
 @pytest.mark.parametrize(
     ("limit", "later", "files"),
     [
-        (100, False, ["log.jsonl", "/model'"]),
+        (100, False, [".tmp-checkpoint-1.", "/model'"]),
         (20_000, False, [".tmp-checkpoint-1.", "/model'"]),
         (20_000, True, [".tmp-checkpoint-1.", "/model'"]),
     ],

@@ -15,6 +15,7 @@ from posttrain.core.callbacks import (
     EarlyStoppingCallback,
     TrainerCallback,
 )
+from posttrain.core.errors import UnsavedError
 from posttrain.core.logging.trackers import JSONLinesCallback
 from posttrain.core.state import TrainerControl, TrainerState
 from tests import tiny
@@ -306,6 +307,23 @@ def test_a_disk_too_full_for_the_log_does_not_end_the_run(tmp_path, caplog):
     assert "No space left on device" in said and "free some space" in said
     with pytest.raises(OSError, match="No space left"):  # of a user's callback, which may be what the run is for
         train([Exports()]).train()
+
+
+def test_a_folder_that_cannot_be_written_any_more_does_not_end_the_run(tmp_path, caplog):
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                (tmp_path / "run").rename(tmp_path / "elsewhere")
+                (tmp_path / "run").write_text("as a mount that is lost")
+
+    options = dict(max_steps=3, logging_steps=1, save_steps=2, use_cpu=True, disable_tqdm=True)
+    args = TrainingArguments(str(tmp_path / "run"), **options)
+    trainer = Trainer(tiny.causal_lm(), args, pad, tiny.token_rows(8), callbacks=[Breaks()])
+    with pytest.raises(UnsavedError, match="checkpoint-3 is not there"):
+        trainer.train()
+    assert trainer.state.global_step == 3 and len(trainer.state.log_history) == 4
+    said = [text for text in caplog.messages if "JSONLinesCallback raised in on_log at step" in text]
+    assert len(said) == 4 and all("a record is not worth the run." in text for text in said)
 
 
 class Exports(TrainerCallback):

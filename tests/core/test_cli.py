@@ -410,6 +410,12 @@ def test_files_of_every_kind_are_read(tmp_path, name):
     assert held_out is None
 
 
+def test_a_file_of_rows_that_is_a_pointer_of_git_lfs_is_named(tmp_path):
+    (tmp_path / "rows.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(DataError, match=r"rows.parquet is a pointer of Git LFS.* Run: git lfs pull"):
+        DataSource(dataset_name=str(tmp_path / "rows.parquet")).load()
+
+
 def test_evaluation_rows_come_from_a_file_a_split_or_a_share(tmp_path):
     import datasets
 

@@ -190,15 +190,17 @@ def test_a_trajectory_of_an_agent_goes_through_the_loss_of_the_script_that_train
     ("words", "part"),
     [
         (["--reward_funcs", "nowhere:reward"], "reward_funcs: 'nowhere:reward' cannot be imported"),
+        (["--reward_funcs", "unfinished_rewards:reward"], "cannot be imported: '(' was never closed"),
         (["--reward_funcs", "accuracy_reward", "--save_steps", "1", "--output_dir", "/proc/out"], "/proc/out"),
     ],
-    ids=["reward", "folder"],
+    ids=["reward", "unfinished reward", "folder"],
 )
 def test_a_single_problem_that_is_found_before_the_run_is_a_sentence(words, part, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny.causal_lm().save_pretrained("model")
     tiny.tokenizer().save_pretrained("model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "What is", "solution": "4"}\n' * 8)
+    (tmp_path / "unfinished_rewards.py").write_text("def reward(\n")
     usual = "--model_name_or_path model --dataset_name train.jsonl --use_cpu --report_to none --max_steps 1"
     assert main(["grpo", *usual.split(), "--output_dir", "out", *words]) == 2
     said = capsys.readouterr().err

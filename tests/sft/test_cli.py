@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+import torch
 
 from posttrain.cli import main
 from posttrain.cli.tools import verify_resume
@@ -74,6 +75,24 @@ def test_evaluations_without_rows_are_refused_before_the_model_is_loaded(run_fil
     words = ["sft", "run.yaml", "--eval_dataset_name", "null", "--model_name_or_path", str(tmp_path / "bare")]
     assert main(words) == 1
     assert "Set eval_dataset_name or eval_share" in capsys.readouterr().err
+
+
+def test_layers_that_are_not_there_a_share_of_nothing_and_a_loss_that_is_not_finite_end_with_a_sentence(
+    run_file, tmp_path, capsys
+):
+    assert main(["sft", "run.yaml", "--use_peft", "--lora_target_modules", "nope"]) == 2
+    assert "Name some of them in target_modules" in capsys.readouterr().err
+    (tmp_path / "one.jsonl").write_text('{"text": "a b c"}\n')
+    words = ["--dataset_name", "one.jsonl", "--eval_dataset_name", "null", "--eval_share", "0.1"]
+    assert main(["sft", "run.yaml", *words]) == 1
+    assert "eval_share=0.1 leaves no row to train on" in capsys.readouterr().err
+    model = tiny.causal_lm()
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    model.save_pretrained(tmp_path / "nan")
+    tiny.tokenizer().save_pretrained(tmp_path / "nan")
+    assert main(["sft", "run.yaml", "--model_name_or_path", "nan"]) == 1
+    said = capsys.readouterr().err
+    assert "lm_head.weight holds NaN already" in said and "Nothing was saved" in said and "Traceback" not in said
 
 
 def test_a_smoke_run_passes_and_keeps_nothing(run_file, tmp_path, capsys, caplog):

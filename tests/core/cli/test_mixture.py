@@ -82,6 +82,7 @@ def test_a_test_split_is_held_out_and_the_same_each_time(files, size):
         ([{"path": "x", "fraction": 0}], {}, "the fraction 0 must be a number above 0"),
         ([{"path": "x", "fraction": 1}], {"streaming": True}, "which a stream does not have"),
         ([{"path": "LONG"}], {"streaming": True, "test_split_size": 2}, "cannot be taken from a stream"),
+        ([{"path": "LONG"}], {"test_split_size": 8}, "test_split_size=8 leaves no row .* there are 8"),
         ([{"path": "LONG", "split": "test"}], {}, "has no split 'test'; it has train. Set its split"),
         ([{"path": "LONG", "data_dir": "x"}], {}, "is read whole; leave out data_dir"),
         ([{"path": "json", "data_files": "/none.jsonl"}], {}, "json cannot be read: Unable to find '/none.jsonl'"),

@@ -82,6 +82,20 @@ def test_the_log_is_strict_json_also_where_a_value_is_not_a_number(tmp_path):
     assert [r["odd"] for r in read(tmp_path / "log.jsonl") if "loss" in r] == [None] * 4
 
 
+def test_a_log_that_is_deleted_while_the_run_writes_it_is_written_again(tmp_path, caplog):
+    class Deletes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                shutil.rmtree(tmp_path / "run")
+
+    trainer = make(tmp_path / "run", callbacks=[Deletes()])
+    trainer.train()
+    records = read(tmp_path / "run" / "log.jsonl")
+    history = [{k: v for k, v in record.items() if not k.startswith("perf/")} for record in records]
+    assert history == trainer.state.log_history and len(history) > 4
+    assert sum("log.jsonl was deleted" in text for text in caplog.messages) == 1
+
+
 def test_a_resumed_run_has_each_step_once_in_the_log(tmp_path):
     options = dict(save_strategy="steps", save_steps=2)
     make(tmp_path, **options).train()

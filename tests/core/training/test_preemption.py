@@ -5,6 +5,7 @@ bits.
 import logging
 import os
 import pty
+import shutil
 import signal
 import sys
 import threading
@@ -327,6 +328,28 @@ def test_an_error_leaves_the_last_whole_update(event, tmp_path, caplog):
         assert_same_run(resumed, straight)
     expected = weights(straight)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [("on_save", "checkpoint-2 holds the last whole step"), ("on_step_end", "no checkpoint could be saved")],
+)
+def test_the_warning_says_of_a_failed_callback_and_of_a_failed_save_what_is_there(event, says, tmp_path, caplog):
+    folder = tmp_path / "run"
+
+    def fail():
+        callback.done = False  # the save after the error meets it again
+        if event == "on_step_end":
+            shutil.rmtree(folder)
+            folder.write_text("no folder any more")
+        raise ValueError("broken")
+
+    callback = At(event, 2, fail)
+    failing = MAKE(folder, callbacks=[callback], **ARGS | dict(save_steps=2, save_on_exception=True))
+    with pytest.raises(ValueError, match="broken"), caplog.at_level(logging.WARNING, "posttrain"):
+        failing.train()
+    [said] = [text for text in caplog.messages if text.startswith("Training ended by ValueError")]
+    assert says in said and (folder / "checkpoint-2" / "manifest.json").exists() == (event == "on_save")
 
 
 def test_to_remember_the_last_whole_update_waits_for_nothing(tmp_path, monkeypatch):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
+from safetensors import safe_open
 
-from posttrain.core.errors import CheckpointError
+from posttrain.cli import main
+from posttrain.core.errors import CheckpointError, MissingModelError
 from posttrain.lm.loading import adapters, loading
 from tests import tiny
 from tests.core.models.gradients import LORA
@@ -76,6 +81,13 @@ def test_a_tokenizer_is_found_beside_the_model(saved):
 def test_a_model_from_nowhere_asks_for_its_tokenizer():
     with pytest.raises(ValueError, match="Pass processing_class"):
         loading.load_tokenizer(tiny.causal_lm())
+
+
+def test_a_tokenizer_whose_file_is_a_pointer_of_git_lfs_is_named(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is a pointer of Git LFS.* Run: git lfs pull"):
+        loading.load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_whose_file_is_cut_is_named(tmp_path):
@@ -180,3 +192,56 @@ def test_what_is_no_rule_is_said(given, said):
         loading.angles(SECTIONS, given)
     with pytest.raises(ValueError, match="no 'chunked_attention'; give rules by kind, of full_attention"):
         loading.angles({"full_attention": SECTIONS}, {"chunked_attention": YARN})
+
+
+def of_two_files(folder):
+    """The second of two files of weights is not there, as after a copy that broke off."""
+    weights = folder / "model.safetensors"
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    with safe_open(str(weights), "pt") as file:
+        names = {name: files[number % 2] for number, name in enumerate(file.keys())}
+    weights.rename(folder / files[0])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def edited(folder, old, new):
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (of_two_files, CheckpointError, "index.json names model-00002-of-00002.safetensors, which the folder lacks"),
+        (lambda folder: (folder / "model.safetensors").unlink(), MissingModelError, "no file named model.safetensors"),
+        (
+            lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            CheckpointError,
+            "is a pointer of Git LFS, not the file itself. Run: git lfs pull",
+        ),
+        (
+            lambda folder: edited(folder, '"hidden_size": 32', '"hidden_size": 64'),
+            CheckpointError,
+            "have other shapes than its config.json says",
+        ),
+        (lambda folder: edited(folder, '"qwen3"', '"qwen99"'), ValueError, "qwen99"),
+    ],
+    ids=["missing file", "no weights", "LFS", "shapes", "model type"],
+)
+def test_what_is_wrong_in_a_models_folder_is_a_sentence_and_no_traceback(damage, error, says, tmp_path, capsys):
+    tiny.causal_lm().save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(error, match=re.escape(says)):
+        loading.load_causal_lm(tmp_path)
+    assert main(["chat", str(tmp_path), "--device", "cpu"]) in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+def test_an_index_that_is_not_read_may_name_files_that_were_not_downloaded(tmp_path):
+    """As that of weights in pickles, which downloads leave out where there are safetensors."""
+    tiny.causal_lm().save_pretrained(tmp_path)
+    index = json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00002.bin"}})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(index)
+    loaded = loading.load_causal_lm(tmp_path).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in tiny.causal_lm().state_dict().items())

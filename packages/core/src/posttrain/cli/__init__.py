@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, ConfigError, DataError
+from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, ConfigError, DataError, NonFiniteError
 from posttrain.core.logging import terminal
 
 #: Each is a module of `posttrain.cli.tools`, but for `train`: ``run(words)`` takes the words after its name and returns
@@ -50,8 +50,9 @@ EXPLAINED = ("data", "report", "rerun", "trajectories")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. `arguments`: the words after ``posttrain``; None: those of this process. Returns the exit
-    status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the run ended well
-    and an upload to the Hub failed, 130 after Ctrl-C, 141 where the output is not read any more.
+    status: 0, 1 where the data or a checkpoint cannot be used or a loss is not finite, 2 where an argument is wrong, 3
+    where the run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where the output is not read any
+    more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.open_streams()
@@ -73,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if len(problems) == 1
             else "\n".join([f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)])
         )
-    except (DataError, CheckpointError) as error:
-        message, status = "\n".join([f"posttrain {words[0]}: {error}", *getattr(error, "__notes__", ())]), 1
+    except (DataError, CheckpointError, NonFiniteError) as error:
+        message, status = _with_notes(words[0], error), 1
     except KeyboardInterrupt as stop:
         if isinstance(stop, SystemExit):  # of a run that has saved a checkpoint; it has its own exit code
             raise
@@ -82,10 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if BEFORE_THE_RUN not in vars(error):
             raise
-        message, status = f"posttrain {words[0]}: {error}", 2
+        message, status = _with_notes(words[0], error), 2
     if os.environ.get("RANK", "0") == "0":  # once, not once a process
         print(message, file=sys.stderr)
     return status
+
+
+def _with_notes(command: str, error: Exception) -> str:
+    return "\n".join([f"posttrain {command}: {error}", *vars(error).get("__notes__", ())])
 
 
 def _reader_has_gone() -> bool:

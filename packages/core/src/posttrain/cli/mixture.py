@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.cli.source import DataSource, of_mapping, read, split_of
+from posttrain.cli.source import DataSource, divided, of_mapping, read, split_of
 from posttrain.core.config import ConfigMeta, opt
 from posttrain.core.errors import DataError, require
 from posttrain.core.fields.old_names import Removed, Renamed
@@ -68,7 +68,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     """The joined rows of `mixture_config` as the split ``"train"``, and with `test_split_size` also ``"test"``.
 
     Raises:
-        DataError: there is no dataset, or the fractions cannot be followed.
+        DataError: there is no dataset, or the fractions or `test_split_size` cannot be followed.
     """
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     rows = joined(mixture_config.datasets, mixture_config.streaming)
@@ -76,7 +76,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
         return datasets.DatasetDict({"train": rows})
     if mixture_config.streaming:
         raise DataError("test_split_size cannot be taken from a stream; set streaming=False")
-    return rows.train_test_split(test_size=mixture_config.test_split_size, seed=0)
+    return divided(rows, mixture_config.test_split_size, "test_split_size")
 
 
 def listed(given: Sequence[Any]) -> list[DatasetConfig]:

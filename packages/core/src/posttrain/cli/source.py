@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.core.config import ConfigMeta, JSONObject, opt, validate
 from posttrain.core.errors import DataError, UnsavedError, did_you_mean, missing, require
-from posttrain.core.files import means_disk_full
+from posttrain.core.files import lfs_pointer, means_disk_full
 from posttrain.lm.text import layouts
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class DataSource(metaclass=ConfigMeta):
         if self.eval_dataset_name:
             return train, self._held_out()
         if self.eval_share:
-            parts = train.train_test_split(test_size=self.eval_share, seed=0)
+            parts = divided(train, self.eval_share, "eval_share")
             return parts["train"], parts["test"]
         return train, None
 
@@ -273,6 +273,19 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
     return train, held_out
 
 
+def divided(rows: Any, held_out: float, argument: str) -> Any:
+    """The splits ``"train"`` and ``"test"`` of `rows`, the second of the share or number `held_out`. Raises a
+    `DataError` that names the `argument` where one of them would be empty.
+    """
+    try:
+        return rows.train_test_split(test_size=held_out, seed=0)
+    except ValueError as error:
+        raise DataError(
+            f"{argument}={held_out} leaves no row to train on, or none to evaluate on: there are {len(rows)}. Set "
+            f"another {argument}, or give the rows of the evaluation as a dataset of their own."
+        ) from error
+
+
 def train(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> None:
     """Train `trainer_class` as `run` is configured, and save the final model and its tokenizer if it keeps them."""
     train_and_save(made(run, trainer_class, train_rows, eval_rows), run.keeps_model)
@@ -327,6 +340,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]
     for name in filter(_is_absent, names):
         raise DataError(f"{name} cannot be read: it does not exist{_looked_in(name, end='.')}")
+    for pointer in filter(None, map(lfs_pointer, names)):
+        raise DataError(pointer)
     saved = Path(names[0]).is_dir() and any(
         (Path(names[0]) / marker).exists() for marker in ("dataset_dict.json", "state.json")
     )

@@ -263,14 +263,16 @@ class CallbackHandler:
     def _goes_on(self, callback: Any, event: str, state: TrainerState, error: Exception) -> bool:
         """Whether training goes on after `callback` raised `error`, which a warning or a note of the error says."""
         name = type(callback).__name__
-        disk_full = means_disk_full(error) and type(callback).__module__.startswith("posttrain.")  # a record of the run
-        if disk_full or getattr(callback, "may_fail", False):
+        unwritten = means_disk_full(error) or (isinstance(error, OSError) and error.filename)  # as of a lost mount
+        is_record = bool(unwritten) and type(callback).__module__.startswith("posttrain.")
+        if is_record or getattr(callback, "may_fail", False):
             raised = f"{type(error).__name__}: {error}"
-            why = "a record is not worth the run; free some space" if disk_full else "its may_fail is set"
+            remedy = "; free some space" if means_disk_full(error) else ""
+            why = f"a record is not worth the run{remedy}" if is_record else "its may_fail is set"
             logger.warning(
                 f"The callback {name} raised in {event} at step {state.global_step}: {raised}. Training goes on, for "
                 f"{why}.",
-                exc_info=not disk_full,
+                exc_info=not is_record,
             )
             return True
         error.add_note(

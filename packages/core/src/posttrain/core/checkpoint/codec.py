@@ -21,6 +21,7 @@ import torch
 
 from posttrain.core.checkpoint.blocks import Source, bytes_of, write_file
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import lfs_pointer
 
 FORMAT, VERSION = "posttrain-tree", 1
 
@@ -283,7 +284,7 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
     try:
         tensors = load_file(str(path))
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+        raise _not_safetensors(path, error) from error
     return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -300,7 +301,11 @@ def check_tensors(path: str | Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+        raise _not_safetensors(path, error) from error
+
+
+def _not_safetensors(path: str | Path, error: Exception) -> CheckpointError:
+    return CheckpointError(lfs_pointer(path) or f"{path} is damaged: it is not a safetensors file ({error}).")
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -309,7 +309,7 @@ class Store:
                 f". {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one "
                 f"to resume from it: resume_from_checkpoint={str(foreign[-1])!r}"
             )
-        return MissingCheckpointError(f"{text}.")
+        return MissingCheckpointError(f"{text}. To train from the beginning, leave resume_from_checkpoint out.")
 
     def _check(self, path: Path, deep: bool = True) -> None:
         if problems := self.verify(path, deep):

@@ -228,11 +228,13 @@ def files_of_index(index: Path) -> list[str]:
 
 
 def check_files(folder: str | Path) -> None:
-    """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded:
-    raises a `CheckpointError`, as `files_of_index` and `codec.check_tensors`.
+    """Reject a model folder whose index names files outside of it or missing ones, or with a damaged file, before
+    anything is loaded: raises a `CheckpointError`, as `files_of_index` and `codec.check_tensors`.
     """
     for index in sorted(Path(folder).glob("*.index*.json")):
-        files_of_index(index)
+        absent = [name for name in files_of_index(index) if not (index.parent / name).exists()]
+        if absent and index.name == INDEX and not (index.parent / WEIGHTS).exists():  # an index that is read
+            raise CheckpointError(f"{index} names {', '.join(absent)}, which the folder lacks. Copy the model again.")
     for file in sorted(Path(folder).glob("*.safetensors")):
         codec.check_tensors(file)
 

@@ -211,7 +211,9 @@ def naming_rows(indices: list[int] | None, what: str, rows: Any = None) -> Itera
         indices = indices or []
         shown = ", ".join(map(str, indices[:ROWS_NAMED])) + (", ..." if len(indices) > ROWS_NAMED else "")
         which = f"Rows {shown} of the dataset" if indices else "Rows of the stream"
-        if isinstance(error, (LookupError, TypeError, AttributeError, ValueError)) or type(error) is RuntimeError:
+        # A StopIteration, as of a `next` in `__getitem__`, would end the loop over the batches without a word.
+        unclear = (LookupError, TypeError, AttributeError, ValueError, StopIteration)
+        if isinstance(error, unclear) or type(error) is RuntimeError:
             reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}."
             raise DataError(f"{which} {what}: {reason}{_describe(rows)}") from error
         error.add_note(f"{which} {what}.")

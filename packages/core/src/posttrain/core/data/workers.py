@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from posttrain.core.errors import DataError
+
 ROWS_NAMED = 16
 
 _readers: weakref.WeakKeyDictionary[DataLoader[Any], weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -89,6 +91,11 @@ def _read(reader: Any) -> Iterator[Any]:
     with explained():
         try:
             yield from reader
+        except DataError as error:  # torch lets its text begin with the traceback of the worker
+            _, found, own = str(error).rpartition(f"\n{DataError.__module__}.{DataError.__name__}: ")
+            if not found:
+                raise
+            raise DataError(own.strip()) from error
         except (ConnectionError, EOFError) as error:
             closed = multiprocessing.connection.wait([worker.sentinel for worker in reader._workers], timeout=1)
             ended = [worker for worker in reader._workers if worker.sentinel in closed]

@@ -50,6 +50,16 @@ def write_text(path: str | Path, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
+def lfs_pointer(path: str | os.PathLike[str]) -> str:
+    """A sentence where git put a pointer of Git LFS in the place of the file `path`; empty where it did not."""
+    start = b"version https://git-lfs."
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if file.read(len(start)) == start:
+                return f"{path} is a pointer of Git LFS, not the file itself. Run: git lfs pull"
+    return ""
+
+
 def sync_file(path: str | Path) -> None:
     """Return once the content of `path` would survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -164,6 +164,10 @@ class JSONLinesCallback(ClosingCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # Only in the folder in which training began: a search restores the trainer's own folder after the trials.
         if state.is_world_process_zero and self.folder == args.output_dir:
+            if self.file is not None and not self.path.exists():
+                logger.warning("%s was deleted while the run wrote it. It is written again.", self.path)
+                self.close()
+                self.history, self.is_resumed = state.log_history[:-1], True  # the last one is this record
             if self.history is not None:
                 self._take_over()
             line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"

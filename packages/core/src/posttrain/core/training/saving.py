@@ -136,9 +136,12 @@ class Saving:
                     owner.store_flos()
                 self.ask()
                 self.settle()
-                what = f"{owner.store.path(step)} holds the last whole step; resume from it"
+                problem = owner.run.unsaved.why if owner.run.unsaved is not None else ""
             except Exception as another:
-                what = f"no checkpoint could be saved ({type(another).__name__}: {another})"
+                problem = f"{type(another).__name__}: {another}"
+            what = f"{owner.store.path(step)} holds the last whole step; resume from it"
+            if problem and checkpoints.saved_step != step:  # a callback may fail after the save
+                what = f"no checkpoint could be saved ({problem})"
         logger.warning("Training ended by %s: %s.", type(error).__name__, what)
 
     # ---- models ----

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.errors import ConfigError, require, warn
+from posttrain.core.errors import BEFORE_THE_RUN, ConfigError, require, warn
 from posttrain.core.models.trainable import check_base_can_be_found_again, check_trainable, is_quantized
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, is_encoder_decoder, is_peft_model, unwrap
 from posttrain.lm.loading import parts
@@ -99,6 +99,7 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
         layers = f"Linear layers of this {type(model).__name__}: {', '.join(sorted(linear))}"
         named = f"{layers}. Name some of them in target_modules, or set target_modules='all-linear'."
         error.add_note(OF_TENSORS if "ParamWrapper" in str(error) else named)
+        setattr(error, BEFORE_THE_RUN, True)
         raise
     if vars(peft_config).get("use_qalora") and not is_quantized(model):
         warn("peft_config.use_qalora has no effect on a model that GPTQ has not quantized.")

@@ -15,7 +15,8 @@ from torch import nn
 
 from posttrain.core.checkpoint.weights import check_files
 from posttrain.core.data import accelerator
-from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
+from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, MissingModelError, did_you_mean, missing, require
+from posttrain.core.files import lfs_pointer
 from posttrain.core.models import wrapping
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, base_name, unwrap
@@ -298,9 +299,9 @@ def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = Tr
 
 @contextlib.contextmanager
 def explain_missing(path: str, what: str) -> Iterator[None]:
-    """Explain whether a folder or an answer of the Hub is missing if loading from `path` fails. Raises a
+    """Explain whether a folder, a file in it or an answer of the Hub is missing if loading from `path` fails. Raises a
     `MissingModelError` instead of transformers' error in this context, and a `CheckpointError` where a file of JSON
-    there is damaged.
+    there is damaged, or the weights have other shapes than the config says.
     """
     if _looks_local(path) and not os.path.exists(path):
         raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
@@ -308,11 +309,23 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
         with cache_where_unknown(path):
             yield
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"A file of the {what} in {path!r} is damaged: {error}. Save it there again.") from error
-    except OSError as error:
-        if os.path.isdir(path):
+        files = [os.path.join(path, name) for name in sorted(os.listdir(path))] if os.path.isdir(path) else []
+        damaged = f"A file of the {what} in {path!r} is damaged: {error}. Save it there again."
+        raise CheckpointError(next(filter(None, map(lfs_pointer, files)), damaged)) from error
+    except ValueError as error:  # as of a model type that this transformers does not know, which its text explains
+        setattr(error, BEFORE_THE_RUN, True)
+        raise
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
             raise
+        raise CheckpointError(
+            f"The weights of the {what} in {path!r} have other shapes than its config.json says, as transformers lists "
+            "above. Take both from one model."
+        ) from error
+    except OSError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if os.path.isdir(path):
+            raise MissingModelError(f"The {what} in the folder {path!r} cannot be loaded: {reason}") from error
         raise MissingModelError(
             f"{path!r} is not a folder here (looked from {os.getcwd()}), and the Hugging Face Hub gave no {what} under "
             f"that name: {reason} Check the name, or download it first if this machine is offline."

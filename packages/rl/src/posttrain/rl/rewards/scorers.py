@@ -207,7 +207,7 @@ def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:  # a name without a module is a ValueError
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:  # a name without a module: a ValueError
         raise ValueError(
             f"{what}{name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
             "one that is installed."
