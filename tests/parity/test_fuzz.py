@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import os
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -41,8 +43,11 @@ from tests.contract.trainers import pad, preference_rows, text_rows
 from tests.parity import test_online as online
 from tests.parity.test_online_preferences import generated
 from tests.parity.test_preference_family import unpaired
+from tests.programs import together
 
 DRAWS = 40
+#: On two processes.
+DRAWS_OF_TWO = 6
 #: So often, at most, where nothing can be compared.
 DRAWN_AGAIN = 9
 #: Rows of training data, and of an evaluation. They fill no batch, but where `run` needs full ones.
@@ -962,6 +967,11 @@ DOCUMENTED = [
     ),
 ]
 #: Compared however a record is split; all others are "metrics" in the table above.
+#: On two processes, besides.
+OF_TWO = [
+    Documented(["trainer"], ["test_loss"], "Predictions and metrics have each row once."),
+    Documented([*PEERS], ["train_loss"], "`train_loss` is a mean over all steps and processes", split),
+]
 WHOLE = {
     "weights",
     "loss",
@@ -1117,7 +1127,36 @@ def test_the_reference_of_an_adapter_goes_on_after_a_checkpoint_of_a_peer(name, 
 
 def test_every_difference_stands_in_the_documentation():
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
-    assert [one.line for one in DOCUMENTED if one.line not in page] == []
+    assert [one.line for one in [*DOCUMENTED, *OF_TWO] if one.line not in page] == []
+
+
+def of_two(name: str, seed: str) -> Settings:
+    """Settings with which batches go round, so that none is filled up, and each process reads its own rows."""
+    settings = draw(name, seed)
+    for key in ("stream", "auto_find_batch_size", "per_device_eval_batch_size", "packing"):
+        settings.pop(key, None)
+    if settings.get("per_device_train_batch_size", 1) > 2:
+        del settings["per_device_train_batch_size"]
+    return settings | ({"label_smoothing_factor": 0.1} if name == "seq2seq" else {})  # else the peer's is doubled
+
+
+def compare_two(name: str, seed: int, folder: Path, tmp: Path) -> None:
+    done = together(2, [__file__, name, str(seed), str(folder), str(tmp)])
+    assert done.returncode == 0, done.stderr[-4000:]
+    found, settings = json.loads((tmp / "found.json").read_text())
+    assert not found, f"{name} with {settings} on two processes: {found}"
+
+
+@pytest.mark.parametrize("name", ["trainer", "sft"])
+def test_a_few_random_settings_on_two_processes(name, folder, tmp_path):
+    compare_two(name, 0, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("seed", range(1, DRAWS_OF_TWO))
+def test_random_settings_on_two_processes(name, seed, folder, tmp_path):
+    compare_two(name, seed, folder, tmp_path)
 
 
 @pytest.mark.slow
@@ -1125,3 +1164,20 @@ def test_every_difference_stands_in_the_documentation():
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_random_settings(name, seed, folder, tmp_path):
     check(name, seed, folder, tmp_path)
+
+
+if __name__ == "__main__":  # two processes, started by the tests above
+    torch.set_num_threads(1)
+    name, seed, models, tmp = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
+    ROWS, EVALUATED = 24, 8
+    USUAL |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    DOCUMENTED += OF_TWO
+    for again in range(DRAWN_AGAIN + 1):
+        settings = of_two(name, f"{seed}.{again}")
+        found = differences(name, settings, models, tmp / f"whole{again}")
+        if found is not None:
+            break
+    assert found is not None, f"{DRAWN_AGAIN + 1} draws were refused, and nothing was compared"
+    if torch.distributed.get_rank() == 0:
+        (tmp / "found.json").write_text(json.dumps([found, settings], default=str))
+    torch.distributed.destroy_process_group()
