@@ -110,11 +110,8 @@ def opt(
         metadata |= {"nargs": "?", "const": flag}
     if old_flags:
         dashed = (name.replace("_", "-") for name in old_flags)
-        metadata["aliases"] = [
-            *metadata.get("aliases", ()),
-            *(f"--{name}" for name in dict.fromkeys((*old_flags, *dashed))),
-        ]
-        metadata["action"] = OldFlags
+        flags = [f"--{name}" for name in dict.fromkeys((*old_flags, *dashed))]
+        metadata |= {"aliases": [*metadata.get("aliases", ()), *flags], "action": OldFlags}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -309,9 +306,8 @@ def check(config: Any) -> list[str]:
 def tidy(config: Any) -> Iterator[str]:
     """Convert each value of `config` to its plain form, in place; yields errors.
 
-    Enums of strings become strings, paths become strings, tuples become lists where a list is meant, numbers of numpy
-    become Python's, a JSON object given as a string becomes a dict where a dict is allowed, and None becomes False
-    where only a switch is meant.
+    Enums of strings and paths become strings, tuples lists where a list is meant, numbers of numpy Python's, objects of
+    JSON given as a string dicts where a dict is allowed, and None False where only a switch is meant.
     """
     config_class: type = type(config)
     for field in dataclasses.fields(config):
