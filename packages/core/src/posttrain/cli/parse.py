@@ -223,9 +223,7 @@ def reported(command: str) -> Iterator[None]:
 
 
 def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Take the flags `names` with one text each out of `words`: ``(the other words, [(name, text), ...])``; "" where
-    none follows.
-    """
+    """Take the flags `names`, with a text each, out of `words`: ``(other words, [(name, text), ...])``; "": no text."""
     known, rest, taken, at = set(names), [], [], iter(words)
     for word in at:
         name, equals, value = word.removeprefix("--").partition("=")

@@ -453,9 +453,7 @@ _INSTALLS = re.compile(r"^.*\bpip3? install\b.*\b(trl|transformers)\b.*$", re.MU
 
 
 class Notebook:
-    """The notebook in the text of a file, as one script and back: its code cells one after the other. Raises a
-    `ValueError` where it is none.
-    """
+    """The notebook in a file's text, as one script and back: its code cells in order. A `ValueError` if it is none."""
 
     def __init__(self, text: str) -> None:
         self.content = json.loads(text)

@@ -53,9 +53,7 @@ class Mixture:
 
 
 def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
-    """Reject a dict that is not one of datasets to mix. Raises a `DataError` where it is empty, or holds the splits of
-    one dataset.
-    """
+    """Reject a dict that holds no datasets to mix: a `DataError` if it is empty, or has the splits of one dataset."""
     if not parts:
         raise DataError(f"{name}_dataset is an empty dict. Pass a dataset, or several by name.")
     for part, rows in parts.items():

@@ -153,9 +153,7 @@ def export(
 
 
 def find_converter(llama_cpp: str | os.PathLike[str] | None = None) -> Path:
-    """llama.cpp's converter. Raises a `FileNotFoundError` where it is not there, and an `ImportError` where its package
-    gguf is not installed.
-    """
+    """llama.cpp's converter. Raises a `FileNotFoundError` without it, an `ImportError` without its package gguf."""
     folder = llama_cpp or os.environ.get("LLAMA_CPP")
     absent = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
     packages = f" GGUF needs packages that are not installed. Run: pip install {' '.join(absent)}" if absent else ""

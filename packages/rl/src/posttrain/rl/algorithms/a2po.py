@@ -172,9 +172,7 @@ class A2POTrainer(RolloutTrainer):
         return {"reference": state.get("fingerprint")} | {name: value_of(args, name) for name in names}
 
     def value(self, prompt: Any) -> float:
-        """The estimated value of a prompt under the best policy. Raise DataError if it was not among those that the
-        reference completed.
-        """
+        """The estimated value of a prompt under the best policy; a DataError if the reference did not complete it."""
         if (rewards := self.reference_rewards.get(key_of(prompt))) is None:
             raise DataError(f"No value was estimated of the prompt {prompt!r}. Call train() or estimate_values().")
         scaled = torch.tensor(rewards, dtype=torch.float32) / self.args.beta1

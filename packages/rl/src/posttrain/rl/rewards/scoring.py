@@ -339,9 +339,7 @@ class GroupScores:
         self._threads = ThreadPoolExecutor(threads, "posttrain-score", background.keep_device())
 
     def ended(self, place: int, sample: Sample) -> None:
-        """The completion at `place` is `sample`: its group is scored if it was the last. Raises what another group
-        could not be scored for.
-        """
+        """The completion at `place` is `sample`: its group is scored if it was the last. Raises another's error."""
         for scores in self._scores.values():
             if scores.done():
                 scores.result()

@@ -182,9 +182,7 @@ def complete_in_room(
 
 
 def room_for(sample: Sample, most: int, context: int | None) -> int:
-    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`; a DataError where
-    none.
-    """
+    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of `context`; DataError if none."""
     if (room := room_left(sample, most, context)) < 1:
         raise DataError(
             f"A prompt has {len(sample.prompt_ids)} tokens, and the model reads at most {context} of prompt and "
