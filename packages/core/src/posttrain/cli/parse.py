@@ -137,8 +137,7 @@ def _text(node: yaml.Node) -> Any:
         return None if node.style is None and node.value in ("", "~", "null", "Null", "NULL") else node.value
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [_text(item) for item in node.value]
-    loader = _Loader("")
-    return loader.construct_document(node)
+    return _Loader("").construct_document(node)
 
 
 def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:

@@ -97,8 +97,7 @@ def _warn_of_other_rows(then: dict[str, Any], now: dict[str, Any], path: Path) -
 @contextlib.contextmanager
 def asked(method: str, settings: dict[str, Any]) -> Iterator[None]:
     """In this context a run comes from the command line: `method`, and the text of each setting by its name."""
-    kept = without_secrets(settings)
-    token = _asked.set({"method": method, "settings": kept})
+    token = _asked.set({"method": method, "settings": without_secrets(settings)})
     try:
         yield
     finally:
