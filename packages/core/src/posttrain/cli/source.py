@@ -443,10 +443,8 @@ def _builder(name: str) -> str | None:
 
 
 def _kind(folder: str) -> str | None:
-    """The reader for the files of a folder of rows; None where they are of several kinds, and its card names some.
-
-    Texts beside rows, no more of them than of rows, are a licence or notes. Raises a `DataError` where they are of
-    several kinds, of which `datasets` would read the commonest.
+    """The reader for the files of a folder of rows; None where they are of several kinds, and its card names some, else
+    a `DataError`. Texts beside rows, no more of them than of rows, are a licence or notes.
     """
     from datasets.data_files import FILES_TO_IGNORE
 

@@ -118,13 +118,7 @@ def _choose(names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Class:
-    """What the name of a class stands for.
-
-    Args:
-        name: of the class of posttrain that it is, or inherits.
-        fields: arguments that classes of the script add to it.
-        constructor: whether the script gives it one of its own.
-    """
+    """A class that is or inherits posttrain's `name`, with `fields` and perhaps a `constructor` of the script."""
 
     name: str
     fields: frozenset[str] = frozenset()

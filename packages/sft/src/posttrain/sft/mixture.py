@@ -110,9 +110,7 @@ def _in_force(changes: Mapping[float, Any], place: float) -> Any:
 
 
 def budgets_of(names: tuple[str, ...], budgets: Mapping[str, Any]) -> np.ndarray:
-    """(G,) the most trained tokens of each dataset, infinite where `budgets` has none. Raises a `DataError` where a
-    budget is no number of tokens, or is for no dataset.
-    """
+    """(G,) the most trained tokens of each dataset, infinite without a budget; `DataError` where a budget is wrong."""
     _check_names("dataset_max_tokens", budgets, names)
     for name, budget in budgets.items():
         if not _is_amount(budget) or budget < 1:

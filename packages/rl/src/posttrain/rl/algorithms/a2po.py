@@ -110,9 +110,7 @@ class A2POTrainer(RolloutTrainer):
         return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def estimate_values(self) -> None:
-        """Let the policy, which is the reference as yet, complete the prompts whose value is not known, and leave out
-        those of ``filter_all_incorrect``.
-        """
+        """Let the policy, still the reference, complete prompts of unknown value; apply ``filter_all_incorrect``."""
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
         rows = {key_of(row["prompt"]): row for data in (self.train_dataset, *sets.values()) for row in data or ()}
         if not self.reference_rewards:

@@ -222,9 +222,7 @@ def _attention_function(
 
 
 class _Projection(NamedTuple):
-    """``x @ weight + bias``, added to `total` if there is one; the weight is (inputs, outputs), or (outputs, inputs) in
-    oneDNN's layout.
-    """
+    """``x @ weight + bias``, added to any `total`; the weight is (inputs, outputs), in oneDNN (outputs, inputs)."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

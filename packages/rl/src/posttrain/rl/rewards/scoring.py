@@ -307,9 +307,7 @@ def _short(value: Any, length: int = 300) -> str:
 
 
 def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``. Raises
-    DataError where it needs one that is not there.
-    """
+    """The `available` arguments that `function` names, all for ``**kwargs``; DataError where it needs another one."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for parameter in named:
