@@ -144,6 +144,4 @@ def _inferred(settings: dict[str, parse.Setting]) -> str:
 def _columns(settings: dict[str, parse.Setting]) -> list[str]:
     """The columns of the training rows; none where they cannot be read yet, which the run itself reports."""
     source = data_of(settings | {"eval_share": parse.Setting("", "0")}, [])
-    if source.dataset_name is None:
-        return []
-    return list(source.load()[0].column_names or ())
+    return [] if source.dataset_name is None else list(source.load()[0].column_names or ())

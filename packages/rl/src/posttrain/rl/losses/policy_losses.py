@@ -167,9 +167,7 @@ def engine_correction(
     log_ratio = ((old_logps - sampling_logps) * mask).nan_to_num(nan=0.0)
     ratio = (log_ratio.sum(1, keepdim=True) if level == "sequence" else log_ratio).exp()
     low, high = (-math.inf if clip_min is None else clip_min), (math.inf if clip_max is None else clip_max)
-    if how == "truncate":
-        return ratio.clamp(low, high)
-    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    return ratio.clamp(low, high) if how == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ each token's loss
