@@ -236,9 +236,8 @@ def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], l
 def take_options(
     command: str, words: list[str], known: Mapping[str, tuple[Any, Callable[[str], Any], str]]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Take a command's own flags out of the words of a run: ``(the other words, {flag: value})``. `known`: of each flag
-    its default, what makes its value of a text (None: it does not fit), and what fits. Raises a `ConfigError` that
-    lists every problem together.
+    """Take a command's own flags out of the words of a run: ``(the other words, {flag: value})``. `known`: of each its
+    default, what makes its value of a text (None: it does not fit), and what fits. A `ConfigError` has all problems.
     """
     rest, taken = take_flags(words, known)
     options: dict[str, Any] = {name: default for name, (default, *_) in known.items()}

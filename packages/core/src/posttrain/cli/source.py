@@ -274,9 +274,7 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
 
 
 def divided(rows: Any, held_out: float, argument: str) -> Any:
-    """The splits ``"train"`` and ``"test"`` of `rows`, the second of the share or number `held_out`. Raises a
-    `DataError` that names the `argument` where one of them would be empty.
-    """
+    """The splits "train" and "test" of `rows`, by `held_out`; a `DataError` naming `argument` where one is empty."""
     try:
         return rows.train_test_split(test_size=held_out, seed=0)
     except ValueError as error:

@@ -78,9 +78,7 @@ def homes(name: str) -> tuple[str, ...]:
 
 
 def migrate(source: str) -> Migration | None:
-    """The script `source` for posttrain; None: it uses none of the libraries. Raises a `SyntaxError` where it is no
-    Python, and a `ValueError` where it holds null bytes.
-    """
+    """`source` for posttrain; None: no library of it is used. `SyntaxError`: no Python; `ValueError`: null bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the script's own strings
         tree = ast.parse(source)

@@ -214,9 +214,7 @@ def of_model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def of_rows(rows: Any) -> dict[str, Any]:
-    """How many `rows` there are, and a XXH128 of some of them (`HASHED_ROWS`, `HASHED_BYTES`) where they are a dataset
-    of `datasets`.
-    """
+    """How many `rows`, and a XXH128 of some (`HASHED_ROWS`, `HASHED_BYTES`) where they are a `datasets` dataset."""
     facts: dict[str, Any] = {"class": type(rows).__name__}
     with contextlib.suppress(TypeError):  # a stream has no length
         facts["rows"] = len(rows)

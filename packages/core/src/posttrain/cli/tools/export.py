@@ -182,8 +182,7 @@ def _convert(converter: Path, folder: Path, file: Path, dtype: str) -> None:
 
 def compare_gguf(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> float:
     """The largest mean difference between a weight of the model in `folder` and of the GGUF `file`, as transformers
-    reads it, divided by the standard deviation of that weight. Raises a `CheckpointError` where the file lacks a
-    weight.
+    reads it, by the standard deviation of that weight. Raises a `CheckpointError` where the file lacks one.
     """
     file = Path(file)
     expected: Any = loading.load_causal_lm(folder, {"dtype": "float32"}).state_dict()
