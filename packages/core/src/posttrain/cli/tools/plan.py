@@ -189,10 +189,7 @@ def _propose(proposals: Any, memory: int) -> None:
     for one in proposals:
         changes = _flags(one.changes)
         fits = one.peak <= memory
-        print(
-            f"  {in_words(one.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.what}",
-            flush=True,
-        )
+        print(f"  {in_words(one.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.what}", flush=True)
     if not fits:
         print(
             "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or more processes "
