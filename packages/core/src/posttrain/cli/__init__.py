@@ -67,13 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 128 + 13  # as a program that SIGPIPE ends
     except ConfigError as error:
-        name, status = " ".join(["posttrain", *words[:1]]), 2
-        problems = error.problems
-        message = (
-            f"{name}: {problems[0]}"
-            if len(problems) == 1
-            else "\n".join([f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)])
-        )
+        name, problems, status = " ".join(["posttrain", *words[:1]]), error.problems, 2
+        listed = [f"{len(problems)} problems", *(f"  - {problem}" for problem in problems)]
+        message = f"{name}: " + (problems[0] if len(problems) == 1 else "\n".join(listed))
     except (DataError, CheckpointError, NonFiniteError) as error:
         message, status = _with_notes(words[0], error), 1
     except KeyboardInterrupt as stop:

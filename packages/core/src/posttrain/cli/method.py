@@ -55,9 +55,7 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
 
 
 def launcher_words(words: list[str]) -> list[str]:
-    """The flags of `posttrain launch` that files and flags among `words` hold; none in a process that it has started,
-    or that is to be `ALONE`. Raises a `ConfigError` where one has no value.
-    """
+    """The flags of `posttrain launch` in `words` and files; none if started so, or `ALONE`. `ConfigError`: no value."""
     if {"RANK", ALONE} & os.environ.keys():
         return []
     given = {name: each for name, each in parse.read_words(words)[0].items() if name in OF_LAUNCHER}
@@ -144,6 +142,4 @@ def _inferred(settings: dict[str, parse.Setting]) -> str:
 def _columns(settings: dict[str, parse.Setting]) -> list[str]:
     """The columns of the training rows; none where they cannot be read yet, which the run itself reports."""
     source = data_of(settings | {"eval_share": parse.Setting("", "0")}, [])
-    if source.dataset_name is None:
-        return []
-    return list(source.load()[0].column_names or ())
+    return [] if source.dataset_name is None else list(source.load()[0].column_names or ())

@@ -111,9 +111,7 @@ def problems_of(configs: Sequence[DatasetConfig], streaming: bool) -> Iterator[s
 
 
 def joined(configs: Sequence[DatasetConfig], streaming: bool = False) -> Any:
-    """The rows of `configs` one behind another, a `Dataset` or an `IterableDataset`, by their fractions if they have
-    any; `DataError` naming what prevents it.
-    """
+    """The rows of `configs` one behind another, by their fractions if they have any; `DataError` if they cannot be."""
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     for problem in problems_of(configs, streaming):
         raise DataError(problem)

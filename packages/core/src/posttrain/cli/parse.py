@@ -137,8 +137,7 @@ def _text(node: yaml.Node) -> Any:
         return None if node.style is None and node.value in ("", "~", "null", "Null", "NULL") else node.value
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [_text(item) for item in node.value]
-    loader = _Loader("")
-    return loader.construct_document(node)
+    return _Loader("").construct_document(node)
 
 
 def read_flags(arguments: list[str]) -> tuple[list[str], dict[str, Setting]]:
@@ -223,9 +222,7 @@ def reported(command: str) -> Iterator[None]:
 
 
 def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Take the flags `names` with one text each out of `words`: ``(the other words, [(name, text), ...])``; "" where
-    none follows.
-    """
+    """Take the flags `names`, with a text each, out of `words`: ``(other words, [(name, text), ...])``; "": no text."""
     known, rest, taken, at = set(names), [], [], iter(words)
     for word in at:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -239,9 +236,8 @@ def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], l
 def take_options(
     command: str, words: list[str], known: Mapping[str, tuple[Any, Callable[[str], Any], str]]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Take a command's own flags out of the words of a run: ``(the other words, {flag: value})``. `known`: of each flag
-    its default, what makes its value of a text (None: it does not fit), and what fits. Raises a `ConfigError` that
-    lists every problem together.
+    """Take a command's own flags out of the words of a run: ``(the other words, {flag: value})``. `known`: of each its
+    default, what makes its value of a text (None: it does not fit), and what fits. A `ConfigError` has all problems.
     """
     rest, taken = take_flags(words, known)
     options: dict[str, Any] = {name: default for name, (default, *_) in known.items()}

@@ -35,9 +35,7 @@ def get_peft_config(model_args: ModelConfig) -> Any | None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any | None:
-    """The `transformers.BitsAndBytesConfig` that `model_args` describe, None without ``load_in_4bit`` or
-    ``load_in_8bit``.
-    """
+    """The `transformers.BitsAndBytesConfig` of `model_args`, None without ``load_in_4bit`` or ``load_in_8bit``."""
     return model_args.quantization_config()
 
 

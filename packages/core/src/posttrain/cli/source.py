@@ -274,9 +274,7 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
 
 
 def divided(rows: Any, held_out: float, argument: str) -> Any:
-    """The splits ``"train"`` and ``"test"`` of `rows`, the second of the share or number `held_out`. Raises a
-    `DataError` that names the `argument` where one of them would be empty.
-    """
+    """The splits "train" and "test" of `rows`, by `held_out`; a `DataError` naming `argument` where one is empty."""
     try:
         return rows.train_test_split(test_size=held_out, seed=0)
     except ValueError as error:
@@ -443,10 +441,8 @@ def _builder(name: str) -> str | None:
 
 
 def _kind(folder: str) -> str | None:
-    """The reader for the files of a folder of rows; None where they are of several kinds, and its card names some.
-
-    Texts beside rows, no more of them than of rows, are a licence or notes. Raises a `DataError` where they are of
-    several kinds, of which `datasets` would read the commonest.
+    """The reader for the files of a folder of rows; None where they are of several kinds, and its card names some, else
+    a `DataError`. Texts beside rows, no more of them than of rows, are a licence or notes.
     """
     from datasets.data_files import FILES_TO_IGNORE
 

@@ -37,14 +37,8 @@ BACKENDS = ("optuna", "ray")
 DIRECTIONS = ("minimize", "maximize")
 # Arguments that a trainer uses when it is built: changing them between trials would silently have no effect.
 FIXED = {
-    "output_dir",
-    "resume_from_checkpoint",
-    "report_to",
-    "disable_tqdm",
-    "full_determinism",
-    "log_level",
-    "log_level_replica",
-    "log_on_each_node",
+    *"output_dir resume_from_checkpoint report_to disable_tqdm full_determinism".split(),
+    *"log_level log_level_replica log_on_each_node".split(),
 }
 _NOT_MADE: Any = None
 OPTIONS_OF_OPTIMIZE = ("timeout", "gc_after_trial", "callbacks", "show_progress_bar")

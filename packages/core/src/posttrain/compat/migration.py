@@ -78,9 +78,7 @@ def homes(name: str) -> tuple[str, ...]:
 
 
 def migrate(source: str) -> Migration | None:
-    """The script `source` for posttrain; None: it uses none of the libraries. Raises a `SyntaxError` where it is no
-    Python, and a `ValueError` where it holds null bytes.
-    """
+    """`source` for posttrain; None: no library of it is used. `SyntaxError`: no Python; `ValueError`: null bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the script's own strings
         tree = ast.parse(source)
@@ -118,13 +116,7 @@ def _choose(names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Class:
-    """What the name of a class stands for.
-
-    Args:
-        name: of the class of posttrain that it is, or inherits.
-        fields: arguments that classes of the script add to it.
-        constructor: whether the script gives it one of its own.
-    """
+    """A class that is or inherits posttrain's `name`, with `fields` and perhaps a `constructor` of the script."""
 
     name: str
     fields: frozenset[str] = frozenset()
@@ -453,9 +445,7 @@ _INSTALLS = re.compile(r"^.*\bpip3? install\b.*\b(trl|transformers)\b.*$", re.MU
 
 
 class Notebook:
-    """The notebook in the text of a file, as one script and back: its code cells one after the other. Raises a
-    `ValueError` where it is none.
-    """
+    """The notebook in a file's text, as one script and back: its code cells in order. A `ValueError` if it is none."""
 
     def __init__(self, text: str) -> None:
         self.content = json.loads(text)

@@ -50,9 +50,7 @@ def default_hp_space(trial: Any = None) -> dict[str, Any]:
 
 
 class Search:
-    """A run of ``ray.tune.run`` whose trials are trained here, one after the other. `options`: further arguments of
-    ``ray.tune.run``.
-    """
+    """A ``ray.tune.run`` whose trials are trained here, one after the other. `options`: further arguments of it."""
 
     def __init__(self, direction: str, options: dict[str, Any]) -> None:
         require("ray.tune", "ray[tune]", why="a search for hyperparameters with Ray Tune")

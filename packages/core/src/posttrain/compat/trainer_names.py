@@ -307,9 +307,7 @@ class TrainerNames:
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Train again and again with other arguments, to find the best; see
-        `posttrain.compat.hyperparameter_search.search`.
-        """
+        """Train repeatedly to find the best arguments; see `posttrain.compat.hyperparameter_search.search`."""
         from posttrain.compat.hyperparameter_search import search
 
         self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"
@@ -418,9 +416,7 @@ C = TypeVar("C", bound=type)
 
 
 class FromArguments:
-    """Reads a field of the trainer's ``args``, and sets it there, so that the two never disagree. `field`: its name in
-    the arguments.
-    """
+    """Reads the `field` of the trainer's ``args``, and sets it there, so that the two never disagree."""
 
     def __init__(self, field: str) -> None:
         self.field = field

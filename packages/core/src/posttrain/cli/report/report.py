@@ -236,7 +236,6 @@ def _charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     ranked = sorted((name for name in names if not _TOTALS.match(name)), key=_rank)
     for number, name in enumerate(ranked):
         lines: list[dict[str, Any]] = []
-        steps: set[int] = set()
         for color, run in enumerate(runs):
             for key, part in ((name, "training"), (f"eval_{name}", "evaluation")):
                 if points := _points(run.log, key):
@@ -246,10 +245,8 @@ def _charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             if best := _best(run, f"eval_{name}"):
                 name_of_best = f"{run.name}: best" if len(runs) > 1 else "best"
                 lines.append({"name": name_of_best, "color": 4, "mark": True, "points": {best[0]: best[1]}})
-        for line in lines:
-            steps |= line["points"].keys()
         if lines and any(value is not None for line in lines for value in line["points"].values()):
-            axis = sorted(steps)
+            axis = sorted({step for line in lines for step in line["points"]})
             for line in lines:
                 points = line.pop("points")
                 line["values"] = [points.get(step) for step in axis]
@@ -466,8 +463,7 @@ def _cell(text: str) -> str:
     return f"<td{kind}>{_text(text)}</td>"
 
 
-def _text(value: str) -> str:
-    return html.escape(value)
+_text = html.escape
 
 
 def _value(value: Any) -> str:

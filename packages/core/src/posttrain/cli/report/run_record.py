@@ -97,8 +97,7 @@ def _warn_of_other_rows(then: dict[str, Any], now: dict[str, Any], path: Path) -
 @contextlib.contextmanager
 def asked(method: str, settings: dict[str, Any]) -> Iterator[None]:
     """In this context a run comes from the command line: `method`, and the text of each setting by its name."""
-    kept = without_secrets(settings)
-    token = _asked.set({"method": method, "settings": kept})
+    token = _asked.set({"method": method, "settings": without_secrets(settings)})
     try:
         yield
     finally:
@@ -215,9 +214,7 @@ def of_model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def of_rows(rows: Any) -> dict[str, Any]:
-    """How many `rows` there are, and a XXH128 of some of them (`HASHED_ROWS`, `HASHED_BYTES`) where they are a dataset
-    of `datasets`.
-    """
+    """How many `rows`, and a XXH128 of some (`HASHED_ROWS`, `HASHED_BYTES`) where they are a `datasets` dataset."""
     facts: dict[str, Any] = {"class": type(rows).__name__}
     with contextlib.suppress(TypeError):  # a stream has no length
         facts["rows"] = len(rows)

@@ -64,8 +64,7 @@ def reply(
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     options = load.sampling(temperature) | {"max_new_tokens": max_new_tokens, "streamer": streamer}
     [ids] = load.write(model, tokenizer, [load.encode(tokenizer, messages)], **options)
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def converse(

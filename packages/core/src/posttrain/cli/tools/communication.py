@@ -158,9 +158,7 @@ class Links:
 
 
 def table(exchanges: tuple[Exchange, ...], operations: float, links: Links, timed: bool = True) -> str:
-    """What an optimizer step computes and exchanges, and which of the two bounds it, as lines. `timed`: whether the
-    device is one of which `links` tell.
-    """
+    """What a step computes and exchanges, and which bounds it, as lines. `timed`: whether `links` know the device."""
     computing, sending = operations / links.operations, sum(map(links.seconds, exchanges))
     seconds = f", which takes {_seconds(computing)} at {_number(links.operations, 1e12)} TFLOP/s (--tflops)"
     computes = f"In an optimizer step each process computes {_number(operations, 1e12)} TFLOP{seconds * timed}."

@@ -234,9 +234,7 @@ class Question:
 
 
 def as_trained(rows: Any, arguments: Mapping[str, Any]) -> Any:
-    """`rows` with sources and targets as prompts and completions, as the run of ``posttrain seq2seq`` with these
-    `arguments` read them; as they are where it was another run, or they have no such columns.
-    """
+    """`rows` as prompts and completions, where a seq2seq run with these `arguments` read their sources and targets."""
     source, target = ([*arguments.get(f"{name}_column", "").split(".")] for name in ("source", "target"))
     if not {source[0], target[0]} <= set(layouts.columns(rows)):
         return rows
@@ -246,9 +244,8 @@ def as_trained(rows: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def questions(rows: Any, tokenizer: Any, limit: int | None = None) -> list[Question]:
-    """The questions in `rows`: prompt and completion (or columns that `layouts.find` recognises), messages whose last
-    turn is the answer, a prompt with choices and the number, the letter or the text of the right one, or pairs. Raises
-    a `DataError` where a row is none of these.
+    """The questions in `rows`: prompt and completion (or columns that `layouts.find` recognises), messages that end in
+    the answer, a prompt with choices and the number, letter or text of the right one, or pairs; else a `DataError`.
     """
     known = layouts.columns(rows)
     kinds = ("prompt_only",) if "choices" in known else ("preference", "prompt_completion", "prompt_only")

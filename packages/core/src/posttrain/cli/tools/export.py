@@ -153,9 +153,7 @@ def export(
 
 
 def find_converter(llama_cpp: str | os.PathLike[str] | None = None) -> Path:
-    """llama.cpp's converter. Raises a `FileNotFoundError` where it is not there, and an `ImportError` where its package
-    gguf is not installed.
-    """
+    """llama.cpp's converter. Raises a `FileNotFoundError` without it, an `ImportError` without its package gguf."""
     folder = llama_cpp or os.environ.get("LLAMA_CPP")
     absent = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
     packages = f" GGUF needs packages that are not installed. Run: pip install {' '.join(absent)}" if absent else ""
@@ -184,8 +182,7 @@ def _convert(converter: Path, folder: Path, file: Path, dtype: str) -> None:
 
 def compare_gguf(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> float:
     """The largest mean difference between a weight of the model in `folder` and of the GGUF `file`, as transformers
-    reads it, divided by the standard deviation of that weight. Raises a `CheckpointError` where the file lacks a
-    weight.
+    reads it, by the standard deviation of that weight. Raises a `CheckpointError` where the file lacks one.
     """
     file = Path(file)
     expected: Any = loading.load_causal_lm(folder, {"dtype": "float32"}).state_dict()

@@ -120,9 +120,7 @@ class KeptCompletions:
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[tuple[str | list[dict[str, Any]], dict[str, Any]]]:
-    """``(prompt, row)`` of each line of a JSONL file; the prompt is a text, or messages that end before an answer.
-    Raises a `DataError` where the file cannot be read, or a line has no prompt.
-    """
+    """``(prompt, row)`` of each line of a JSONL file: a text or messages before an answer; `DataError` if faulty."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

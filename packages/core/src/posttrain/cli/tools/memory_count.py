@@ -83,9 +83,7 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def known(self, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Tensors without numbers like those of `make`, whose numbers are known: sizes may hang on what follows from
-        them alone, such as the places of images.
-        """
+        """Tensors like `make`'s, of known numbers: sizes may hang on what follows from them, as places of images."""
         with _disable_current_modes(), torch.device("cpu"):
             numbers = make()
         found = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in numbers.items()}

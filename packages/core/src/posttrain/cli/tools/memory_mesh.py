@@ -104,9 +104,7 @@ def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
 
 
 def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -> None:
-    """Divide `model`, of fake tensors, over the processes. `precision`: of the products, ``"no"``, ``"bf16"`` or
-    ``"fp16"``.
-    """
+    """Divide `model`, of fake tensors, over the processes. `precision` of products: "no", "bf16" or "fp16"."""
     if mesh.peers is not None:
         context_parallel.enable(model, mesh.peers)
     if mesh.division is not None:
@@ -127,9 +125,7 @@ def _numbers() -> Iterator[None]:
 
 
 def even_routes(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
-    """Within this context every process sends as many tokens to each that keeps experts: fake tensors have shapes and
-    no routes.
-    """
+    """Within, every process sends each that keeps experts as many tokens: fake tensors have shapes and no routes."""
     if mesh.division is None or mesh.division.experts == 1:
         return contextlib.nullcontext()
     exchange: Any = importlib.import_module("transformers.distributed.expert_parallel")

@@ -82,9 +82,7 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int, least:
 
 
 def choices(run: Run, workload: Callable[[Run], Workload]) -> Iterator[Proposal]:
-    """The ways to divide the model of `run` over the processes of this context, each measured when it is reached: first
-    those that compute most rows at a time, and of these first those that divide least and send least.
-    """
+    """Ways to divide the model of `run`, measured one by one: most rows at a time first, then least cut and sent."""
     cards, accumulation = memory_mesh.processes(), run.config.gradient_accumulation_steps
     for name, sizes in _ways(load_config(run), cards):
         peers = shard_settings.peers(sizes)

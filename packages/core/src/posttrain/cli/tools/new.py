@@ -87,9 +87,8 @@ def run(words: list[str]) -> None:
     with parse.reported("new"):
         written = write(*names)
     folder = written[0].parent
-    command = _read(FOLDER / names[0]).command
     print("\n".join(f"wrote {path}" for path in written))
-    print(f"\nPut your rows into {folder / 'rows.jsonl'}, then: cd {folder} && {command}")
+    print(f"\nPut your rows into {folder / 'rows.jsonl'}, then: cd {folder} && {_read(FOLDER / names[0]).command}")
 
 
 def table(found: list[Recipe]) -> str:

@@ -71,7 +71,11 @@ def run(words: list[str]) -> None:
             raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
 
         def workload(run: Run) -> Any:
-            work = _workload(of_run(run, options["length"]), options["prompt_length"])
+            work, prompt = of_run(run, options["length"]), options["prompt_length"]
+            if prompt is not None and (work.group == 1 or prompt >= work.length):
+                why = "no row shares its prompt" if work.group == 1 else f"rows have {work.length} tokens"
+                raise ConfigError("posttrain plan", [f"--prompt_length {prompt}: {why}; leave it out"])
+            work = work if prompt is None else dataclasses.replace(work, prompt=prompt)
             return dataclasses.replace(work, **of_image)
 
         of_images = OF_IMAGES.format("--image_size WIDTHxHEIGHT says how many they are", "not counted without it")
@@ -94,15 +98,6 @@ def run(words: list[str]) -> None:
             on_cpu = memory_plan.device_type(asked.config) == "cpu" and plan.exchanges == ()
             timed = not on_cpu or bool(options["tflops"] or options["memory"])
             print(f"\n{_of_step(plan, options, timed)}", end="")
-
-
-def _workload(work: Any, prompt_length: int | None) -> Any:
-    if prompt_length is None:
-        return work
-    if work.group == 1 or prompt_length >= work.length:
-        why = "no row shares its prompt" if work.group == 1 else f"rows have {work.length} tokens"
-        raise ConfigError("posttrain plan", [f"--prompt_length {prompt_length}: {why}; leave it out"])
-    return dataclasses.replace(work, prompt=prompt_length)
 
 
 def _choose(asked: Run, workload: Callable[[Run], Any], memory: int | None) -> None:
@@ -194,10 +189,7 @@ def _propose(proposals: Any, memory: int) -> None:
     for one in proposals:
         changes = _flags(one.changes)
         fits = one.peak <= memory
-        print(
-            f"  {in_words(one.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.what}",
-            flush=True,
-        )
+        print(f"  {in_words(one.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.what}", flush=True)
     if not fits:
         print(
             "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or more processes "

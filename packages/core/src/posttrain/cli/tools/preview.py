@@ -62,9 +62,7 @@ def run(words: list[str]) -> None:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether to colour what is written to `stream`: not with NO_COLOR (https://no-color.org); else with FORCE_COLOR,
-    or on a terminal.
-    """
+    """Whether to colour `stream`: not with NO_COLOR (https://no-color.org); else with FORCE_COLOR, or on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (is_terminal(stream) and os.environ.get("TERM") != "dumb")

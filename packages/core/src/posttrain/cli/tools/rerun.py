@@ -82,9 +82,7 @@ def run(words: list[str]) -> None:
 
 
 def compare(before: Path, after: Path) -> list[str]:
-    """A line for each difference between two runs that have ended, in what they were given and in the losses of their
-    logs.
-    """
+    """A line for each difference between two runs that have ended, in what they were given and in logged losses."""
     then, now = (run_record.read(folder)["starts"][0] for folder in (before, after))
     given: dict[str, Any] = {"packages": {}, "hardware": {}, "processes": 1}
     found = run_record.differences(then | given, now | given)

@@ -142,9 +142,7 @@ def make_server(model: Any, tokenizer: Any, name: str, port: int = 0) -> Threadi
 
 
 class Answer:
-    """An answer to a request of OpenAI's API. `asked`: the request. Raises a `TypeError` where it is no object, and a
-    `ValueError` where it asks for what would not be done.
-    """
+    """An answer to `asked`, a request of OpenAI's API; `TypeError` if it is no object, `ValueError` if not done."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         if not isinstance(asked, dict):

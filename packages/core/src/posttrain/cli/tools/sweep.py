@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import html
@@ -105,6 +104,9 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
     from optuna.storages.journal import JournalFileBackend
     from optuna.trial import TrialState
 
+    from posttrain.core import trainer
+    from posttrain.core.models.wrapping import replaced
+
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # else a traceback at Ctrl-C
     study = optuna.create_study(
@@ -131,7 +133,7 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
         mine |= {"overwrite_output_dir": parse.Setting("sweep", "true")}
         reporter = Reporter(trial, sweep.metric)
         try:
-            with _called_back(reporter):
+            with replaced(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, reporter]):
                 method.run(checked(method, settings | mine, []))
         except NonFiniteError:
             trial.set_user_attr("state", "diverged")
@@ -178,14 +180,6 @@ class Reporter(TrainerCallback):
             self.trial.report(self.value, state.global_step)
             if state.global_step < state.max_steps and self.trial.should_prune():
                 self.pruned = control.should_training_stop = True
-
-
-def _called_back(callback: TrainerCallback) -> contextlib.AbstractContextManager[None]:
-    """Within, each trainer calls `callback`."""
-    from posttrain.core import trainer
-    from posttrain.core.models.wrapping import replaced
-
-    return replaced(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, callback])
 
 
 def _suggest(trial: Any, name: str, values: Any) -> Any:

@@ -81,9 +81,7 @@ def compare(one: Path, other: Path) -> dict[str, str]:
 
 
 def _own_state(position: dict[str, Any]) -> dict[str, Any]:
-    """The state of the trainer without that of a stream, which one place has several of: a resumed one counts from
-    where it was resumed. The rows that were given say where it stands, and weights and log which they were.
-    """
+    """The trainer's state without its stream's, which counts anew: rows, weights and log say where that stands."""
     state = dict(position.get("trainer") or {})
     return state | {"loader": {k: v for k, v in (state.get("loader") or {}).items() if k != "dataset"}}
 

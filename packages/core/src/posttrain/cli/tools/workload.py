@@ -115,9 +115,7 @@ def trusts(run: Run) -> bool:
 
 
 def with_image(work: Workload, run: Run, size: tuple[int, int]) -> Workload:
-    """`work` with an image of `size` (width, height) in each row, as the processor of the model of `run` shows it.
-    Raises a `ConfigError` where it shows none of that size, or one takes more tokens than a row has.
-    """
+    """`work` with an image of `size` (width, height) in each row, as its processor shows it; else a `ConfigError`."""
     path, most = run.model.model_name_or_path, value_of(run.config, "max_image_pixels")
     if most is not None and size[0] * size[1] > most:
         raise ConfigError("posttrain plan", [f"--image_size: an image has more than max_image_pixels={most} pixels"])

@@ -135,10 +135,5 @@ def read_to_count(body: Mapping[str, Any]) -> Request:
     return replace(read(body), counts=True, stream=False)
 
 
-def answer_count(request: Request, reply: Reply) -> dict[str, Any]:
-    """The body that answers ``/v1/messages/count_tokens``."""
-    return {"input_tokens": reply.num_read}
-
-
 MESSAGES = API(read, answer, events, error)
-COUNT = API(read_to_count, answer_count, events, error)
+COUNT = API(read_to_count, lambda request, reply: {"input_tokens": reply.num_read}, events, error)

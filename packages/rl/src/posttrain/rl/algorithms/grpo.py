@@ -142,13 +142,8 @@ class GRPOConfig(RolloutConfig):
 
 
 @reads_from_arguments(
-    "importance_sampling_level",
-    "loss_type",
-    "multi_objective_aggregation",
-    "off_policy_mask_threshold",
-    "scale_rewards",
-    "top_entropy_quantile",
-    "use_adaptive_entropy",
+    *"importance_sampling_level loss_type multi_objective_aggregation off_policy_mask_threshold".split(),
+    *"scale_rewards top_entropy_quantile use_adaptive_entropy".split(),
 )
 class GRPOTrainer(RolloutTrainer):
     """Trains a policy on groups of completions of the same prompt.

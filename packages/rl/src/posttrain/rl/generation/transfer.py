@@ -29,8 +29,8 @@ from posttrain.rl.generation.vllm_plugin import GlooGroup, own_address, serve
 from posttrain.rl.generation.weights import AdapterWeights, Weights
 
 SHARD_BYTES = 2**29
-UNFINISHED = "unfinished"  # what a server has of a sender that ended before it had sent all
 """Weights in a file of `Folder` at most, unless one alone is larger: so much is held at a time."""
+UNFINISHED = "unfinished"  # what a server has of a sender that ended before it had sent all
 NAME = "posttrain-policy"
 """The name under which the servers know the adapter."""
 

@@ -167,9 +167,7 @@ def engine_correction(
     log_ratio = ((old_logps - sampling_logps) * mask).nan_to_num(nan=0.0)
     ratio = (log_ratio.sum(1, keepdim=True) if level == "sequence" else log_ratio).exp()
     low, high = (-math.inf if clip_min is None else clip_min), (math.inf if clip_max is None else clip_max)
-    if how == "truncate":
-        return ratio.clamp(low, high)
-    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    return ratio.clamp(low, high) if how == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ each token's loss
@@ -253,9 +251,7 @@ AVERAGES = {
 def summed(
     of_tokens: torch.Tensor, mask: torch.Tensor, average: str, trajectories: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> (). For `trajectories` see
-    `of_trajectory`.
-    """
+    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> (). See `of_trajectory`."""
     masked = of_tokens * mask
     if average == "sequences":
         return (masked.sum(1) / of_trajectory(mask.sum(1), trajectories).clamp(min=1)).sum()

@@ -223,18 +223,14 @@ class Portable(SimpleNamespace):
     """A completion that other processes are sent, whose class they need not have; its parts were `pickled` before."""
 
     def __reduce__(self) -> Any:
-        return _received, (self.pickled,)
-
-
-def _received(pickled: bytes) -> SimpleNamespace:
-    return SimpleNamespace(**pickle.loads(pickled))
+        return pickle.loads, (self.pickled,)
 
 
 def portable(one: ScoredCompletion) -> Any:
     """What other processes are sent of a completion; a DataError where a part of it cannot be sent."""
     parts = {name: getattr(one, name) for name in ScoredCompletion.__annotations__}
     try:
-        return Portable(**parts, pickled=pickle.dumps(parts))
+        return Portable(**parts, pickled=pickle.dumps(SimpleNamespace(**parts)))
     except Exception:
         why = process.unsendable(parts, pickle.dumps)
         raise DataError(

@@ -44,15 +44,8 @@ ROWS_AT_ONCE = 512
 FOR_THE_MODEL = ("attention_mask", "position_ids", "segments", ROUTES)
 #: Entries of a batch that describe the scored tokens; all others are inputs of the model.
 NOT_FOR_THE_MODEL = (
-    "completion_mask",
-    "completion_places",
-    "shift_labels",
-    "ref_chosen_logps",
-    "ref_rejected_logps",
-    "ref_logps",
-    "label",
-    "more_completions",
-    "image_copies",
+    *"completion_mask completion_places shift_labels ref_chosen_logps ref_rejected_logps ref_logps label".split(),
+    *"more_completions image_copies".split(),
 )
 
 
