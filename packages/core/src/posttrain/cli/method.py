@@ -55,7 +55,9 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
 
 
 def launcher_words(words: list[str]) -> list[str]:
-    """The flags of `posttrain launch` in `words` and files; none if started so, or `ALONE`. `ConfigError`: no value."""
+    """The flags of `posttrain launch` among `words` and in their files; none in a process that it has started, or that
+    is to be `ALONE`. Raises a `ConfigError` where one has no value.
+    """
     if {"RANK", ALONE} & os.environ.keys():
         return []
     given = {name: each for name, each in parse.read_words(words)[0].items() if name in OF_LAUNCHER}
