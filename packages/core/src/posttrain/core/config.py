@@ -404,8 +404,7 @@ def validate(config: Any) -> None:
 def unused(config: Any) -> Iterator[str]:
     """The fields of `config` that are set and that others leave without effect, as sentences."""
     for field in dataclasses.fields(config):
-        needs = bounds_of(field).get("needs", "").split()
-        missing = [need for need in needs if not _holds(config, need)]
+        missing = [need for need in bounds_of(field).get("needs", "").split() if not _holds(config, need)]
         if missing and (value := value_of(config, field.name)) != field.default:
             without = " and ".join(missing).replace("|", " or ")
             yield f"{field.name}={shown(field.name, value)} has no effect without {without}"

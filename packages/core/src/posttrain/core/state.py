@@ -142,8 +142,7 @@ class TrainerState:
             plain["best_model_checkpoint"] = full.name if is_here else str(full)
         if runs := plain.pop("tracker_runs"):
             write_text(path.with_name(TRACKER_RUNS), json.dumps(runs, indent=2, sort_keys=True) + "\n")
-        text = json.dumps(plain, indent=2, sort_keys=True, allow_nan=False)
-        write_text(path, text + "\n")
+        write_text(path, json.dumps(plain, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:

@@ -187,7 +187,6 @@ def write_random_numbers(checkpoint: Path, dist: Any) -> None:
     """Write the state of this process' generators for `take`."""
     state = rng.rng_state()
     own = state.pop("python")
-    python = own["version"], tuple(own["words"].tolist()), own["gauss_next"]
-    theirs = {"python": python, "cpu": state.pop("torch")}
+    theirs = {"python": (own["version"], tuple(own["words"].tolist()), own["gauss_next"]), "cpu": state.pop("torch")}
     name = "rng_state.pth" if dist.num_processes == 1 else f"rng_state_{dist.process_index}.pth"
     torch.save(theirs | {kind: saved for kind, saved in state.items() if len(saved)}, checkpoint / name)

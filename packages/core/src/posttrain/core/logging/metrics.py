@@ -59,8 +59,7 @@ class Metrics:
             raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
         if isinstance(value, (np.ndarray, np.bool_)):
             value = torch.as_tensor(value)
-        is_number = isinstance(value, (torch.Tensor, Real))
-        if not is_number:
+        if not isinstance(value, (torch.Tensor, Real)):
             raise TypeError(f"log_metric({name!r}): the value is {value!r}; it must be a number or a tensor.")
         name = f"{OF_EPOCH}{name}" if per_epoch and self.has_epochs else name
         if reduce == "mean":
@@ -413,8 +412,7 @@ def is_performance(name: str) -> bool:
 
 def is_timing(name: str) -> bool:
     """Whether a logged value depends on the clock or the machine, so that two equal runs may log it differently."""
-    endings = ("_runtime", "_per_second", "_seconds", "_mib")
-    return is_performance(name) or "_mem_" in name or name.endswith(endings)
+    return is_performance(name) or "_mem_" in name or name.endswith(("_runtime", "_per_second", "_seconds", "_mib"))
 
 
 class Appended:

@@ -60,8 +60,7 @@ def use_float8(model: nn.Module, emulate: bool = False, compiled: bool = True) -
         return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 
     before = sum(type(module) is nn.Linear for module in model.modules())
-    config = torchao.Float8LinearConfig(emulate=emulate)
-    torchao.convert_to_float8_training(model, module_filter_fn=fits, config=config)
+    torchao.convert_to_float8_training(model, module_filter_fn=fits, config=torchao.Float8LinearConfig(emulate=emulate))
     left = sum(type(module) is nn.Linear for module in model.modules())
     changed = before - left
     logger.info("%d linear layers multiply in float8; %d do not (the head, adapters and odd shapes).", changed, left)

@@ -71,8 +71,7 @@ class OptimizerArguments:
             yield from [f"optim={name!r} of pytorch-optimizer {REFUSED[name]}"] if name in REFUSED else []
             return
         yield from _option_problems(name, self.optim_args)
-        low_rank = name.startswith(("galore_", "apollo_"))
-        if low_rank and self.optim_target_modules is None:
+        if name.startswith(("galore_", "apollo_")) and self.optim_target_modules is None:
             yield (
                 f"optim={name!r} needs optim_target_modules, the linear layers to project; set 'all-linear' for all "
                 "of them"

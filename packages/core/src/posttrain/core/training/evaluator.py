@@ -98,8 +98,7 @@ class Evaluator:
                 order=getattr(inner_sampler(loader), "rows_to_restore", None),
                 fill=owner.prediction_fill,
             )
-        has_both = kept.predictions is not None and kept.label_ids is not None
-        if of_all is not None and has_both:
+        if of_all is not None and (kept.predictions is not None and kept.label_ids is not None):
             named = eval_loop.with_returned(named, of_all(kept), prefix)
         prefixed = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": v for n, v in eval_loop.plain(named).items()}
         return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)

@@ -157,8 +157,7 @@ def new_state(owner: Trainer) -> TrainerState:
 
 def new_record(owner: Trainer, clock: Clock | None = None) -> None:
     """Let the trainer log into a new record."""
-    pad_token_id = getattr(owner.processing_class, "pad_token_id", None)
-    owner.record = Record(owner.args, owner.dist, clock, pad_token_id)
+    owner.record = Record(owner.args, owner.dist, clock, getattr(owner.processing_class, "pad_token_id", None))
     owner.metrics, owner.clock = owner.record.metrics, owner.record.clock
 
 

@@ -110,8 +110,7 @@ def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) ->
     """(epoch, rows of it read) of a checkpoint without a position; of steps of another size, by the epoch's share."""
     unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
     # That of `state` is the size of this run by now.
-    size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
-    theirs = rows_per_batch(checkpoint, size)
+    theirs = rows_per_batch(checkpoint, TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size)
     if state.epoch and theirs and loader.total_rows:
         number = max(loader.total_rows // theirs, 1) if loader.drop_last else -(-loader.total_rows // theirs)
         epoch, batches = divmod(round(state.epoch * number), number)
@@ -303,7 +302,6 @@ def apply_changes(
         starts = [options.get("initial_lr", options["lr"]) for options in fresh]
         scheduler.base_lrs = [b * (new / old) if old else s for b, s in zip(scheduler.base_lrs, starts, strict=True)]
     if isinstance(scheduler, LambdaLR):
-        rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        for group, base, curve in rates:
+        for group, base, curve in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = base * curve(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -69,8 +69,7 @@ def _by_flash_attn(query, key, value, bounds, longest, scale, window, softcap) -
 def _by_torch(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
     from torch.nn.attention import varlen
 
-    sees = (-1 if window is None else window - 1, 0)
-    options = {"scale": scale, "window_size": sees}
+    options = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if query.shape[1] != key.shape[1]:
         if _takes_groups(varlen.varlen_attn):
             options["enable_gqa"] = True
@@ -126,8 +125,7 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         listed += [blocks.sum(1)[None, None], order[None, None]]
     partly, partly_at, fully, fully_at = (tensor.to(torch.int32) for tensor in listed)
-    lengths = segments.num_tokens, segments.num_tokens
-    options: dict[str, Any] = {"mask_mod": rule, "seq_lengths": lengths}
+    options: dict[str, Any] = {"mask_mod": rule, "seq_lengths": (segments.num_tokens, segments.num_tokens)}
     made = BlockMask.from_kv_blocks(partly, partly_at, fully, fully_at, BLOCK_SIZE=BLOCK, **options)
     # Which queries see a block of keys is found on the CPU: on a GPU it takes 60 kernels.
     moved: dict[str, Any] = {name: getattr(made, name).to(device, non_blocking=True) for name in BLOCKS}

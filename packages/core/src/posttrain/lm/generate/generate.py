@@ -240,8 +240,7 @@ def padding_id(processing_class: Any, model: nn.Module) -> int:
     """The padding of generated rows: the pad token, or else the eos token. Raises a `ValueError` where there is
     neither.
     """
-    tokenizer = tokenizer_of(processing_class)
-    for source in (tokenizer, generation_config(model), config_of(model)):
+    for source in (tokenizer_of(processing_class), generation_config(model), config_of(model)):
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(source, name, None)
             token = token[0] if isinstance(token, (list, tuple)) else token

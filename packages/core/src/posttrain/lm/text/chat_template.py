@@ -146,8 +146,7 @@ def message_choice(
         value: messages or ShareGPT turns; a message's ``"train": true`` or ``"weight": 1`` wins over its role.
         train_on: roles, "all" or "last" (the assistant's last). None: all; the assistant's if any message is flagged.
     """
-    flagged = any(name in message for message in value for name in MESSAGE_FLAGS)
-    if not flagged and train_on in (None, "all"):
+    if not any(name in message for message in value for name in MESSAGE_FLAGS) and train_on in (None, "all"):
         return None
     roles = [message["role"] if "role" in message else ROLES.get(message.get("from", "")) for message in value]
     if train_on == "last":

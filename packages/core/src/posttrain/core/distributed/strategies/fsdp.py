@@ -121,8 +121,7 @@ class ModelParallel(FSDP):
         return self.ep_size > 1 and self.tp_size == 1
 
     def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-        is_split = self.sharding is None and model in self._split
-        return model if is_split else super().shard(model, optimizer)
+        return model if self.sharding is None and model in self._split else super().shard(model, optimizer)
 
     def _division(self) -> division.Division:
         """With all processes by the experts that they keep, as a device mesh."""
