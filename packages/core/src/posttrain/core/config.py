@@ -357,11 +357,10 @@ def plain_data(value: Any) -> Any:
 
 def _unquoted(options: dict[str, Any]) -> dict[str, Any]:
     """A JSON object whose numbers, true and false may be quoted, as transformers reads those of a command line."""
-    words = {"true": True, "false": False}
     for name, value in options.items():
         if isinstance(value, str):
-            is_number = value.replace(".", "", 1).isdecimal()
-            options[name] = words.get(value.lower(), number(value, (int, float)) if is_number else value)
+            plain = number(value, (int, float)) if value.replace(".", "", 1).isdecimal() else value
+            options[name] = {"true": True, "false": False}.get(value.lower(), plain)
     return options
 
 

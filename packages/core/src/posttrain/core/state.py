@@ -172,10 +172,8 @@ def _where_it_is(checkpoint: str, file: Path) -> str:
     """The current path of the `checkpoint` named in `file`: next to it, even if the folder was moved."""
     name = Path(checkpoint).name
     beside = [run / name for run in _runs_of(file)]
-    there = next((path for path in beside if path.is_dir()), None)
-    if there is None and name == checkpoint:  # gone, or not fetched yet
-        there = beside[0]
-    return checkpoint if there is None else str(there)
+    otherwise = beside[0] if name == checkpoint else checkpoint  # gone, or not fetched yet
+    return str(next((path for path in beside if path.is_dir()), otherwise))
 
 
 #: What JSON holds as it is.

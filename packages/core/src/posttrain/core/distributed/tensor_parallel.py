@@ -24,8 +24,6 @@ from posttrain.core.models.wrapping import base_model, config_of, is_peft_model,
 
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.
 ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
-#: The style of a weight that every process holds whole and applies to its own heads.
-PARTIAL = "replicated_with_grad_allreduce"
 
 
 def loaded_size(model: nn.Module | None) -> int:
@@ -103,7 +101,7 @@ def _take_from_main(model: nn.Module, device: torch.device) -> None:
 
 def _partial(base: nn.Module, plan: dict[str, str]) -> list[nn.Module]:
     """Those whose weights every process holds whole, and applies to its own heads."""
-    return [module for name, module in base.named_modules() if plan.get(name) == PARTIAL]
+    return [module for name, module in base.named_modules() if plan.get(name) == "replicated_with_grad_allreduce"]
 
 
 def _sum_partial_gradients(partial: list[nn.Module], mesh: Any) -> None:

@@ -59,7 +59,8 @@ class Metrics:
             raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
         if isinstance(value, (np.ndarray, np.bool_)):
             value = torch.as_tensor(value)
-        if not isinstance(value, (torch.Tensor, Real)):
+        is_number = isinstance(value, (torch.Tensor, Real))
+        if not is_number:
             raise TypeError(f"log_metric({name!r}): the value is {value!r}; it must be a number or a tensor.")
         name = f"{OF_EPOCH}{name}" if per_epoch and self.has_epochs else name
         if reduce == "mean":
@@ -223,10 +224,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of `device` with matrices of `dtype`; None if unknown.
-
-    Known are 16-bit types and the devices in `PEAK_FLOPS`.
-    """
+    """Peak operations per second of a `device` of `PEAK_FLOPS` with matrices of a 16-bit `dtype`; None of others."""
     return peak_of(accelerator.name(device)) if dtype in (torch.bfloat16, torch.float16) else None
 
 

@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 PACKAGE = "torchao>=0.11"
 #: The kernels take matrices whose sides are multiples of this.
 MULTIPLE = 16
-#: The least compute capability of a GPU that multiplies float8 (Ada and Hopper).
-CAPABILITY = (8, 9)
 
 
 def problem(use_cpu: bool) -> str | None:
@@ -31,7 +29,7 @@ def problem(use_cpu: bool) -> str | None:
     if use_cpu or (found := accelerator.capability()) is None:
         where = "the CPU" if use_cpu or (kind := accelerator.gpu()) is None else kind
         return f"{needs}, and this run is on {where}; set bf16=True instead"
-    if found < CAPABILITY:
+    if found < (8, 9):
         name = accelerator.name(torch.device(accelerator.CUDA))
         return f"{needs}, and {name} has {found[0]}.{found[1]}; set bf16=True instead"
     return None

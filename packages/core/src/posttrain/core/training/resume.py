@@ -44,7 +44,6 @@ _OPTIONS = {
     "adam_beta2": ("betas", "beta2"),
     "adam_epsilon": ("eps",),
 }
-_ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
 _OF_MIXTURES = "dataset_weights", "dataset_weights_of", "dataset_max_tokens"
 _REORDERS = ("seed", "data_seed", "train_sampling_strategy", "max_batch_tokens", *_OF_MIXTURES)
 _NOTES = dict.fromkeys(_REORDERS, "rows continue in another order") | {
@@ -262,7 +261,7 @@ def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: 
     Raises a `CheckpointError` where another optimizer was chosen, for which the saved state is of no use.
     """
     old, new = changed.get("optim", (None, None))
-    if old != new and not any({old, new} <= names for names in _ONE_STATE):
+    if old != new and not {old, new} <= {"adamw_torch", "adamw_torch_fused"}:
         raise CheckpointError(
             f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot resume "
             f"from it. Set optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and "

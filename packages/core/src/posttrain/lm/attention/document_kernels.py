@@ -95,10 +95,6 @@ def bounds_of(segments: Segments, device: torch.device) -> torch.Tensor:
 
 #: Queries, and keys, of a block.
 BLOCK = 128
-#: Tensors of a mask: which blocks of keys those of queries see in part and in full, and by which they are seen.
-BLOCKS = tuple(
-    f"{full}{kind}_{what}" for kind in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
-)
 
 
 @functools.lru_cache(maxsize=8)
@@ -128,7 +124,9 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     options: dict[str, Any] = {"mask_mod": rule, "seq_lengths": (segments.num_tokens, segments.num_tokens)}
     made = BlockMask.from_kv_blocks(partly, partly_at, fully, fully_at, BLOCK_SIZE=BLOCK, **options)
     # Which queries see a block of keys is found on the CPU: on a GPU it takes 60 kernels.
-    moved: dict[str, Any] = {name: getattr(made, name).to(device, non_blocking=True) for name in BLOCKS}
+    sides = [f"{full}{side}" for side in ("kv", "q") for full in ("", "full_")]
+    names = [f"{side}_{what}" for side in sides for what in ("num_blocks", "indices")]
+    moved: dict[str, Any] = {name: getattr(made, name).to(device, non_blocking=True) for name in names}
     return BlockMask(BLOCK_SIZE=made.BLOCK_SIZE, **options, **moved)
 
 

@@ -254,8 +254,6 @@ def padding_id(processing_class: Any, model: nn.Module) -> int:
 
 # ---------------------------------------------------------------------------------------------------- one batch
 
-Lean = Callable[[dict[str, Any], Any, dict[str, Any]], torch.Tensor | None]
-
 
 @torch.no_grad()
 def predict_batch(
@@ -267,7 +265,7 @@ def predict_batch(
     label_names: list[str],
     pad_token_id: int,
     synced: bool = False,
-    lean: Lean | None = None,
+    lean: Callable[[dict[str, Any], Any, dict[str, Any]], torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """(loss, generated tokens, labels) of one batch: (), (B x sequences returned of each, T) and (B, L), or None.
 
