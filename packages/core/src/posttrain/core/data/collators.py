@@ -364,6 +364,5 @@ def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
     """
     lengths = [int(length) for length in lengths if length]
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    longest = max(lengths, default=0)
     starts = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone()}
-    return starts | dict.fromkeys(("max_length_q", "max_length_k"), longest)
+    return starts | dict.fromkeys(("max_length_q", "max_length_k"), max(lengths, default=0))

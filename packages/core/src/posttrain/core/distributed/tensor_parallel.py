@@ -31,11 +31,6 @@ def loaded_size(model: nn.Module | None) -> int:
     return 1 if model is None else int(getattr(base_model(model), "_tp_size", None) or 1)
 
 
-def is_split(model: nn.Module) -> bool:
-    """Whether the matrices of `model` are split."""
-    return loaded_size(model) > 1
-
-
 def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool = False, by_rows: bool = False) -> None:
     """Split the matrices of `model` in place over the processes of `mesh`, a `DeviceMesh` of one dimension, by the plan
     of its architecture, and move it to `device`. Raises a `ValueError` where there is no plan, or heads or experts do

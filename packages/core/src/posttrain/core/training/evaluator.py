@@ -41,19 +41,17 @@ class Evaluator:
             owner.dist.meet("the beginning of an evaluation")
             owner.callback_handler.look_again()
         started, loader = time.perf_counter(), owner.loaders.adopt(loader, is_training=False)
-        loss_only = None if keep or owner.compute_metrics is not None else True
         average = owner.run.ema if owner.is_in_train and args.ema_use != "final" else None
-        weights = contextlib.nullcontext() if average is None else average.swapped_in()
         with eval_loop.eval_mode(owner.model, owner.optimizer):
             with (
-                weights,
+                contextlib.nullcontext() if average is None else average.swapped_in(),
                 owner._memory_tracker.stage(prefix) as memory,
                 owner.loaders.ending_workers(loader, owner.is_in_train),
             ):
                 output = owner.evaluation_loop(
                     loader,
                     description=description,
-                    prediction_loss_only=loss_only,
+                    prediction_loss_only=None if keep or owner.compute_metrics is not None else True,
                     ignore_keys=ignore_keys,
                     metric_key_prefix=prefix,
                 )

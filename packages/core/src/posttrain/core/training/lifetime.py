@@ -48,7 +48,11 @@ def set_up(
     find_owners(owner)
     if owner.model_init is not None:
         pipeline.set_seed(args.seed)
-        _drop_model(owner)
+        # Those of an earlier run are dropped before the next are made: two need not fit at once.
+        owner.model = owner.model_wrapped = handler.model = NOT_MADE
+        owner.run = Run(owner)
+        if owner._owns_optimizer:
+            owner.optimizer = handler.optimizer = NOT_MADE
         owner.set_model(owner.call_model_init(trial))
     if checkpoint is not None:
         owner._load_from_checkpoint(str(checkpoint))
@@ -109,15 +113,6 @@ def find_owners(owner: Trainer) -> None:
             "trainer.optimizer, or behind trainer.lr_scheduler) does not know; pass a model, or "
             "optimizer_cls_and_kwargs, or override create_optimizer."
         )
-
-
-def _drop_model(owner: Trainer) -> None:
-    """Drop the model and optimizer of an earlier run before the next is made: two need not fit at once."""
-    handler = owner.callback_handler
-    owner.model = owner.model_wrapped = handler.model = NOT_MADE
-    owner.run = Run(owner)
-    if owner._owns_optimizer:
-        owner.optimizer = handler.optimizer = NOT_MADE
 
 
 def _compare_with_optimizer(owner: Trainer, resumes: bool) -> None:

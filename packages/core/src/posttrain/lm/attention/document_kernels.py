@@ -50,20 +50,18 @@ def _by_name(*given: Any) -> torch.Tensor:
     query, key, value, bounds, longest, scale, window, softcap = given
     sizes: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     sizes |= {"max_length_q": longest, "max_length_k": longest, "sliding_window": window, "softcap": softcap or None}
-    rows = [tensor[None] for tensor in (query, key, value)]
     sizes |= {"attention_mask": None, "query_length": len(query), "is_causal": True, "softmax_scale": scale}
-    found: torch.Tensor = _flash_attention_forward(*rows, **sizes)
+    found: torch.Tensor = _flash_attention_forward(*(tensor[None] for tensor in (query, key, value)), **sizes)
     return found[0]
 
 
 def _by_flash_attn(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    sizes = bounds, bounds, longest, longest
     sees = (-1, -1) if window is None else (window - 1, 0)
     options = {"softmax_scale": scale, "causal": True, "window_size": sees, "softcap": softcap}
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    return flash_attn_varlen_func(query, key, value, *sizes, **options)
+    return flash_attn_varlen_func(query, key, value, bounds, bounds, longest, longest, **options)
 
 
 def _by_torch(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:

@@ -96,9 +96,8 @@ def sharegpt_to_messages(row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
     row with a ``conversations`` column, or that column's value. Raises a `DataError` where a turn lacks ``from`` or
     ``value``, or has an unknown speaker.
     """
-    turns = row["conversations"] if isinstance(row, Mapping) else row
     messages = []
-    for turn in turns:
+    for turn in row["conversations"] if isinstance(row, Mapping) else row:
         if "from" not in turn or "value" not in turn:
             raise DataError("a turn has no 'from' or no 'value'")
         if turn["from"] not in ROLES:

@@ -139,7 +139,7 @@ class ModelParallel(FSDP):
             yield
 
     def _is_divided(self, model: nn.Module) -> bool:
-        return sharding.is_sharded(model) or tensor_parallel.is_split(model)
+        return sharding.is_sharded(model) or tensor_parallel.loaded_size(model) > 1
 
     def _clip(self, parameters: Sequence[torch.Tensor], max_norm: float | None) -> torch.Tensor:
         gradients = [p.grad for p in parameters if p.grad is not None]
