@@ -125,9 +125,7 @@ def _part(part: Any) -> Any:
         if name in part:
             value = part[name]
             return {"type": "image", "image": value["url"] if isinstance(value, Mapping) and "url" in value else value}
-    if "base64" in part:
-        return {"type": "image", "image": f"data:;base64,{part['base64']}"}
-    return {"type": "image"}
+    return {"type": "image"} | ({"image": f"data:;base64,{part['base64']}"} if "base64" in part else {})
 
 
 def _parts(message: Any) -> list[Any]:
