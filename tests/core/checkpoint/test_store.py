@@ -16,6 +16,7 @@ import pytest
 import torch
 import xxhash
 
+from posttrain.core import files
 from posttrain.core.checkpoint import blocks, manifest, store
 from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
@@ -242,7 +243,7 @@ for value in "ab":
             return rename(self, target)
         pathlib.Path.rename = die if {moment == "old is hidden"} else rename
         if {moment == "new is in place"}:
-            from posttrain.core.checkpoint import store as module
+            from posttrain.core import files as module
             module.sync_directory = lambda path: os._exit(9)
     store.commit(temp)
 """
@@ -495,8 +496,8 @@ def test_rotation_never_deletes_what_was_just_written(checkpoints):
 @pytest.mark.long
 def test_deleting_takes_no_time_of_training_and_is_done_before_the_next_save(checkpoints, monkeypatch):
     save(checkpoints, 1), save(checkpoints, 2)
-    real, may_delete = store.remove, threading.Event()
-    monkeypatch.setattr(store, "remove", lambda path: (may_delete.wait(10), real(path)))
+    real, may_delete = files.remove, threading.Event()
+    monkeypatch.setattr(files, "remove", lambda path: (may_delete.wait(10), real(path)))
     assert checkpoints.rotate(1) == [checkpoints.path(1)]
     assert any(name.startswith(".trash-checkpoint-1.") for name in names(checkpoints.output_dir))
     may_delete.set()

@@ -13,8 +13,7 @@ from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
-from posttrain.core.optim.builder import OPTIMIZERS
-from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, REFUSED, package_of, target_matrices
+from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, OPTIMIZERS, REFUSED, package_of, target_matrices
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.low_rank import SIDES, Apollo, galore, projection
 from posttrain.core.optim.resumable import adafactor_class

@@ -495,10 +495,10 @@ def test_what_float16_weights_need_is_said_when_the_trainer_is_made(tmp_path, ca
 
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch):
-    from posttrain.core.distributed import world
+    from posttrain.core.distributed import environment
 
-    monkeypatch.setattr(world, "precision", lambda args: "fp16")
-    monkeypatch.setattr(world, "accelerator_present", lambda: True)
+    monkeypatch.setattr(environment, "precision", lambda args: "fp16")
+    monkeypatch.setattr(environment, "accelerator_present", lambda: True)
 
 
 def fp16_trainer(folder, kind=Trainer, model=None):

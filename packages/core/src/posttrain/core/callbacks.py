@@ -20,8 +20,6 @@ from posttrain.core.state import ExportableState, TrainerControl, TrainerState, 
 
 logger = logging.getLogger(__name__)
 
-#: Their callbacks set the flags of the control alike on all processes.
-KNOWN_PACKAGES = {"posttrain", "transformers"}
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
@@ -197,7 +195,7 @@ class CallbackHandler:
     @property
     def may_differ(self) -> bool:
         """Whether these callbacks may ask for something on one process alone: ours and transformers' never do."""
-        return any(type(callback).__module__.split(".")[0] not in KNOWN_PACKAGES for callback in self.callbacks)
+        return any(type(one).__module__.split(".")[0] not in ("posttrain", "transformers") for one in self.callbacks)
 
     @property
     def callback_list(self) -> str:

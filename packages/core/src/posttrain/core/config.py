@@ -20,15 +20,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from posttrain.core.errors import ConfigError, did_you_mean, warn
+from posttrain.core.fields import old_names
 from posttrain.core.fields.choices import Choice
-from posttrain.core.fields.old_names import (
-    Removed,
-    Renamed,
-    follow_old_fields,
-    old_names,
-    translate_old_names,
-    without_aliases,
-)
 from posttrain.core.fields.redaction import described, shown
 
 
@@ -144,7 +137,7 @@ class OldFlags(argparse.Action):
             setattr(namespace, self.dest, values)
             return
         value = {"true": True, "false": False}.get(str(values).lower(), True if values is None else values)
-        if isinstance(old, Renamed):
+        if isinstance(old, old_names.Renamed):
             warn(f"--{name} is now --{self.dest}", FutureWarning)
             if value not in old.ignore:
                 setattr(namespace, self.dest, old.convert(value))
@@ -154,7 +147,7 @@ class OldFlags(argparse.Action):
             warn(f"--{name} has no effect: {old.why}", FutureWarning)
 
 
-_old_flags: dict[str, Renamed | Removed] = {}
+_old_flags: dict[str, old_names.Renamed | old_names.Removed] = {}
 
 
 @cache
@@ -353,11 +346,10 @@ def plain_data(value: Any) -> Any:
 
 def _unquoted(options: dict[str, Any]) -> dict[str, Any]:
     """A JSON object whose numbers, true and false may be quoted, as transformers reads those of a command line."""
-    words = {"true": True, "false": False}
     for name, value in options.items():
         if isinstance(value, str):
-            is_number = value.replace(".", "", 1).isdecimal()
-            options[name] = words.get(value.lower(), number(value, (int, float)) if is_number else value)
+            plain = number(value, (int, float)) if value.replace(".", "", 1).isdecimal() else value
+            options[name] = {"true": True, "false": False}.get(value.lower(), plain)
     return options
 
 
@@ -377,7 +369,7 @@ def validate(config: Any) -> None:
     ``_problems(self)``, which yields sentences. All of them run, base classes first, without calling `super`. Raises a
     `ConfigError` that lists every problem.
     """
-    problems = [*follow_old_fields(config), *tidy(config)]
+    problems = [*old_names.follow_old_fields(config), *tidy(config)]
     owners = [vars(owner) for owner in reversed(type(config).__mro__)]
     failures: list[Exception] = []
 
@@ -400,8 +392,7 @@ def validate(config: Any) -> None:
 def unused(config: Any) -> Iterator[str]:
     """The fields of `config` that are set and that others leave without effect, as sentences."""
     for field in dataclasses.fields(config):
-        needs = bounds_of(field).get("needs", "").split()
-        missing = [need for need in needs if not _holds(config, need)]
+        missing = [need for need in bounds_of(field).get("needs", "").split() if not _holds(config, need)]
         if missing and (value := value_of(config, field.name)) != field.default:
             without = " and ".join(missing).replace("|", " or ")
             yield f"{field.name}={shown(field.name, value)} has no effect without {without}"
@@ -446,7 +437,7 @@ class ConfigMeta(type):
             for field in list(value.values()):
                 own = {f"--{other}" for other in value if other != field.name}
                 if field.metadata.get("aliases"):
-                    value[field.name] = without_aliases(field, own)
+                    value[field.name] = old_names.without_aliases(field, own)
         super().__setattr__(name, value)
 
     @property
@@ -461,8 +452,9 @@ class ConfigMeta(type):
         own = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
         cls.__repr__ = described if own is object.__repr__ else own  # type: ignore[assignment,method-assign]
         given = cls.accept_old_names(kwargs)
-        removed = {name: given[name] for name, old in old_names(cls).items() if name in given and type(old) is Removed}
-        kwargs, problems = translate_old_names(cls, given)
+        gone = [name for name, old in old_names.old_names(cls).items() if type(old) is old_names.Removed]
+        removed = {name: given[name] for name in gone if name in given}
+        kwargs, problems = old_names.translate_old_names(cls, given)
         known, takes_more = accepted_names(*(vars(c)["__init__"] for c in cls.__mro__[:-1] if "__init__" in vars(c)))
         unknown = [
             f"unknown argument {name!r}{cls.unknown_argument_hint(name) or did_you_mean(name, known)}"

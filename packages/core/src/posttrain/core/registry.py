@@ -100,8 +100,7 @@ def face(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], li
     Each is imported when it is first asked for, so that ``--help`` on the command line does not import torch.
     """
     module = sys.modules[package]
-    body = ast.parse(inspect.getsource(module)).body
-    [block] = [node for node in body if isinstance(node, ast.If)]
+    [block] = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.If)]
     homes = {one.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for one in node.names}
     names = sorted(homes)
 

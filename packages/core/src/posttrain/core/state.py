@@ -142,8 +142,7 @@ class TrainerState:
             plain["best_model_checkpoint"] = full.name if is_here else str(full)
         if runs := plain.pop("tracker_runs"):
             write_text(path.with_name(TRACKER_RUNS), json.dumps(runs, indent=2, sort_keys=True) + "\n")
-        text = json.dumps(plain, indent=2, sort_keys=True, allow_nan=False)
-        write_text(path, text + "\n")
+        write_text(path, json.dumps(plain, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
@@ -173,10 +172,8 @@ def _where_it_is(checkpoint: str, file: Path) -> str:
     """The current path of the `checkpoint` named in `file`: next to it, even if the folder was moved."""
     name = Path(checkpoint).name
     beside = [run / name for run in _runs_of(file)]
-    there = next((path for path in beside if path.is_dir()), None)
-    if there is None and name == checkpoint:  # gone, or not fetched yet
-        there = beside[0]
-    return checkpoint if there is None else str(there)
+    otherwise = beside[0] if name == checkpoint else checkpoint  # gone, or not fetched yet
+    return str(next((path for path in beside if path.is_dir()), otherwise))
 
 
 #: What JSON holds as it is.

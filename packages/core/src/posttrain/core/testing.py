@@ -93,8 +93,7 @@ def classifier(num_labels: int = 3, seed: int = 0, **overrides: Any) -> Any:
     size: dict[str, Any] = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     size |= dict(num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0, num_labels=num_labels)
     torch.manual_seed(seed)
-    config = BertConfig(**(size | dict(attention_probs_dropout_prob=0.0) | overrides))
-    return BertForSequenceClassification(config)
+    return BertForSequenceClassification(BertConfig(**(size | dict(attention_probs_dropout_prob=0.0) | overrides)))
 
 
 def seq2seq_lm(seed: int = 0, **overrides: Any) -> Any:

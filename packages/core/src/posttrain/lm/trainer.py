@@ -73,11 +73,10 @@ class LanguageModelTrainer(Trainer):
         model, tokenizer = self.load(model, parts.processing_class, args, parts.quantization_config, parts.peft_config)
         self.data_reports: dict[str, Any] = {}
         self._prepared: list[Any] = []
-        collator = self.set_up_batches(model, tokenizer, args, parts)
         super().__init__(
             model=model,
             args=args,
-            data_collator=collator,
+            data_collator=self.set_up_batches(model, tokenizer, args, parts),
             train_dataset=parts.train_dataset,
             eval_dataset=parts.eval_dataset,
             processing_class=tokenizer,

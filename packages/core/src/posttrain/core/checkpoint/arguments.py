@@ -109,9 +109,7 @@ class CheckpointArguments:
         """How many checkpoints are left when older ones have gone; None for all."""
         if self.save_top_k is not None:
             return max(self.save_total_limit or 0, self.save_top_k + 1)
-        if self.save_strategy == "best" and self.save_total_limit is None:
-            return 1
-        return self.save_total_limit or None
+        return 1 if self.save_strategy == "best" and self.save_total_limit is None else self.save_total_limit or None
 
     def _normalize(self) -> None:
         self.resume_from_checkpoint = asked_for(self.resume_from_checkpoint)

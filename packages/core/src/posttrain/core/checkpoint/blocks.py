@@ -259,8 +259,7 @@ class _Opened:
         if self._direct:
             import fcntl
 
-            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
             self._direct = False
 
     def sync(self) -> None:

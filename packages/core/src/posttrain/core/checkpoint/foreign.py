@@ -25,7 +25,6 @@ OPTIMIZER, SCHEDULE, SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
 # Options of an optimizer's groups that choose its kernel and no number: those of this run stay.
 _KERNELS = {"fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay"}
 _OF_A_SCHEDULE = {"verbose", "_get_lr_called_within_step", "_is_initial"}  # differ among versions of torch
-_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 @dataclass
@@ -138,7 +137,7 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
         groups.append(our | {name: value for name, value in their.items() if name in our and name not in _KERNELS})
     numbers = [number for group in theirs for number in group["params"]]
     for number, parameter in zip(numbers, [p for group in ours for p in group["params"]], strict=True):
-        for name in _LIKE_THE_PARAMETER:
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
             value = saved["state"].get(number, {}).get(name)
             if value is not None and value.shape != parameter.shape:
                 raise _Misfit(
@@ -187,7 +186,6 @@ def write_random_numbers(checkpoint: Path, dist: Any) -> None:
     """Write the state of this process' generators for `take`."""
     state = rng.rng_state()
     own = state.pop("python")
-    python = own["version"], tuple(own["words"].tolist()), own["gauss_next"]
-    theirs = {"python": python, "cpu": state.pop("torch")}
+    theirs = {"python": (own["version"], tuple(own["words"].tolist()), own["gauss_next"]), "cpu": state.pop("torch")}
     name = "rng_state.pth" if dist.num_processes == 1 else f"rng_state_{dist.process_index}.pth"
     torch.save(theirs | {kind: saved for kind, saved in state.items() if len(saved)}, checkpoint / name)

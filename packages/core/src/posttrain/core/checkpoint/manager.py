@@ -146,8 +146,7 @@ class CheckpointManager:
             self._parts = {name: part.state_dict() for name, part in owner.checkpoint_parts().items()}
         self._is_saving = True
         try:
-            rows = self.rows_per_step // self.args.gradient_accumulation_steps
-            about = {"run": self.run, "rows_per_batch": rows}
+            about = {"run": self.run, "rows_per_batch": self.rows_per_step // self.args.gradient_accumulation_steps}
             self.saver.save(owner.state.global_step, owner.write_checkpoint, later, about)
         finally:  # written, or copied
             self._is_saving, self._positions, self._parts = False, {}, {}

@@ -114,8 +114,7 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     inputs = {name: value.to(device) for name, value in inputs.items()}
     # Its weights are those of `model`, as was just compared: these are computed with, and take no memory twice.
     # Kept as parameters, since those that are tied must be one object.
-    weights_of_model = model.state_dict(keep_vars=True)
-    tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | weights_of_model
+    tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | model.state_dict(keep_vars=True)
     with wrapping.evaluating(model):
         try:
             trained = _first(model(**inputs))

@@ -143,8 +143,7 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
     parameter keeps its type, which torch would change to that of the parameter.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    order = [number for group in saved["param_groups"] for number in group["params"]]
-    of = dict(zip(order, parameters, strict=False))
+    of = dict(zip([number for group in saved["param_groups"] for number in group["params"]], parameters, strict=False))
 
     def cut(number: Any, value: Any) -> Any:
         if isinstance(value, dict):

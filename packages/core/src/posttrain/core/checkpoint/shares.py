@@ -57,8 +57,7 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
     us, or has adapters, or one file holds it, or no other process sees the folder of the main one. Raises a
     `CheckpointError` or an `OSError` where a process could not write its files.
     """
-    is_plain = is_pretrained(model) and not adapters_of(model)
-    in_pieces = is_plain and sharding.is_in_pieces(*model.parameters())
+    in_pieces = is_pretrained(model) and not adapters_of(model) and sharding.is_in_pieces(*model.parameters())
     if not in_pieces or _fits_one_file(model, max_shard_size):
         return False
     directory = Path(directory)

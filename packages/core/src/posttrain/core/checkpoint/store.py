@@ -19,20 +19,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain.core import files
 from posttrain.core.checkpoint.blocks import Digest
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
-from posttrain.core.files import (
-    DiskFullError,
-    directory_bytes,
-    disk_full,
-    means_disk_full,
-    name_file,
-    remove,
-    sync_directory,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +76,7 @@ class Store:
         with self.writing(temp):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.settle()  # deleting frees space
-            remove(temp)
+            files.remove(temp)
             temp.mkdir()
         return temp
 
@@ -94,11 +86,11 @@ class Store:
         try:
             yield
         except Exception as error:
-            if isinstance(error, DiskFullError) or not means_disk_full(error):
-                name_file(error, temp)
+            if isinstance(error, files.DiskFullError) or not files.means_disk_full(error):
+                files.name_file(error, temp)
                 raise
             newest = self.checkpoints()[-1:]  # the best guess of what the next one needs
-            raise disk_full(temp, sum(map(directory_bytes, newest))) from error
+            raise files.disk_full(temp, sum(map(files.directory_bytes, newest))) from error
 
     def commit(
         self, temp: str | Path, extra: dict[str, Any] | None = None, known: dict[str, list[Digest]] | None = None
@@ -126,7 +118,7 @@ class Store:
 
     def abort(self, temp: str | Path) -> None:
         """Remove a checkpoint that will not be committed."""
-        remove(Path(temp))
+        files.remove(Path(temp))
 
     def _rename_into_place(self, temp: Path, final: Path, step: int) -> None:
         old = self._hidden("old", step)
@@ -134,7 +126,7 @@ class Store:
         if replaces:
             # No portable call swaps two directories. Between the two renames the earlier checkpoint is whole under
             # its hidden name, and `clean` gives it its own name back should this process die there.
-            remove(old)
+            files.remove(old)
             final.rename(old)
         try:
             temp.rename(final)
@@ -142,9 +134,9 @@ class Store:
             if replaces:
                 old.rename(final)
             raise
-        sync_directory(self.output_dir)
-        sync_directory(self.output_dir.absolute().parent)  # the output directory may be new itself
-        remove(old)
+        files.sync_directory(self.output_dir)
+        files.sync_directory(self.output_dir.absolute().parent)  # the output directory may be new itself
+        files.remove(old)
 
     def _hidden(self, role: str, step: int) -> Path:
         return self.output_dir / f".{role}-checkpoint-{step}.{_HOST}.{os.getpid()}.{_RUN}"
@@ -238,7 +230,7 @@ class Store:
             with self.writing(temp):
                 remote.fetch(name, temp)
             if not (problems := self.verify(temp, kind="sha256")):
-                sync_directory(temp)
+                files.sync_directory(temp)
                 self._rename_into_place(temp, self.output_dir / name, number_of(Path(name)))
             return problems
         except CheckpointError as error:
@@ -358,13 +350,13 @@ class Store:
         for path in removable[: max(0, len(checkpoints) - limit - len(by_run[:-1]))]:
             trash = self._hidden("trash", number_of(path))
             try:
-                remove(trash)
+                files.remove(trash)
                 path.rename(trash)  # a partly deleted checkpoint no longer has the name
             except OSError as error:
                 logger.warning("%s could not be deleted (%s); it stays.", path, error)
                 continue
             # File systems take 0.2 s for each GB that is deleted, for which no one must wait.
-            self._removals.append(threading.Thread(target=remove, args=(trash,), name="checkpoint-removal"))
+            self._removals.append(threading.Thread(target=files.remove, args=(trash,), name="checkpoint-removal"))
             self._removals[-1].start()
             removed.append(path)
         return removed
@@ -387,7 +379,7 @@ class Store:
                 with contextlib.suppress(OSError):  # another process of this run was first
                     path.rename(final)
             else:
-                remove(path)
+                files.remove(path)
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:

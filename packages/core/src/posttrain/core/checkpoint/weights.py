@@ -19,20 +19,7 @@ from torch import nn
 
 from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models.wrapping import (
-    adapters_of,
-    config_of,
-    generation_config,
-    has_virtual_tokens,
-    input_embedding,
-    is_of_transformers,
-    is_pretrained,
-    local_part,
-    output_embedding,
-    plain_class,
-    plain_classes,
-    replaced,
-)
+from posttrain.core.models import wrapping
 
 logger = logging.getLogger(__name__)
 
@@ -65,29 +52,29 @@ def save_weights(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if is_pretrained(model):
+    if wrapping.is_pretrained(model):
         return _save_pretrained(model, directory, state_dict, max_shard_size, write_file)
     about = {"format": "pt", "class": type(model).__name__}
     if state_dict is not None:
         codec.write_tensors(state_dict, directory / WEIGHTS, about)
     else:
-        with replaced(safetensors.torch, "save_file", write_file):
+        with wrapping.replaced(safetensors.torch, "save_file", write_file):
             safetensors.torch.save_model(model, str(directory / WEIGHTS), metadata=about)
 
 
 def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_size: Any, write: _Write) -> None:
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
-    if max_shard_size is not None and not adapters_of(model):
+    if max_shard_size is not None and not wrapping.adapters_of(model):
         given["max_shard_size"] = max_shard_size
     # One function of theirs both chooses the names of the files and writes them. transformers saves on rank 0 alone,
     # and peft writes a model card: its template has no facts, and would change the metadata of ours.
     modeling = sys.modules.get("transformers.modeling_utils")
     patches: list[tuple[Any, str, Any]] = [(safetensors.torch, "save_file", write), (modeling, "safe_save_file", write)]
     patches += [(model, "should_save_on_this_rank", bool), (model, "create_or_update_model_card", lambda folder: None)]
-    with quiet(), plain_classes(model), contextlib.ExitStack() as stack:
+    with quiet(), wrapping.plain_classes(model), contextlib.ExitStack() as stack:
         for owner, name, value in patches:
             if hasattr(owner, name):
-                stack.enter_context(replaced(owner, name, value))
+                stack.enter_context(wrapping.replaced(owner, name, value))
         model.save_pretrained(str(directory), **given)
 
 
@@ -122,10 +109,10 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
 
 def save_description(model: nn.Module, directory: str | Path) -> None:
     """Write the files that ``from_pretrained`` needs in addition to the weights."""
-    if (config := config_of(model)) is not None:
-        config.architectures = [plain_class(model).__name__]
+    if (config := wrapping.config_of(model)) is not None:
+        config.architectures = [wrapping.plain_class(model).__name__]
         config.save_pretrained(str(directory))
-    if (generation := generation_config(model)) is not None:
+    if (generation := wrapping.generation_config(model)) is not None:
         generation.save_pretrained(str(directory))
 
 
@@ -150,18 +137,18 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     none, or where they are those of another model; the message names the tensors.
     """
     directory = Path(directory)
-    if adapters_of(model):
+    if wrapping.adapters_of(model):
         return _load_adapters(model, directory)
     in_parts = sharded.processes(directory, PARTS) > 0
     tensors = sharded.load(directory, PARTS) if in_parts else read_tensors(directory)
     own = model.state_dict()
-    kind: Any = plain_class(model)
+    kind: Any = wrapping.plain_class(model)
     misfits = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
-    if kind.load_state_dict is not nn.Module.load_state_dict and not is_pretrained(model):
+    if kind.load_state_dict is not nn.Module.load_state_dict and not wrapping.is_pretrained(model):
         misfits = []  # a module with its own loading may resize first
     missing = _really_missing(model, [name for name in own if name not in tensors], tensors)
     unexpected = [name for name in tensors if name not in own]
-    if (misfits or missing or unexpected) and is_pretrained(model) and not in_parts:
+    if (misfits or missing or unexpected) and wrapping.is_pretrained(model) and not in_parts:
         # transformers renames the tensors of some architectures when it saves: it alone can read them back.
         same = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
         with quiet(), contextlib.suppress(RuntimeError, ValueError):  # a shape mismatch: reported below
@@ -173,8 +160,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     _refuse(f"this {kind.__name__}", directory, misfits, missing, unexpected)
     model.load_state_dict(sharded.fitted_to(tensors, own), strict=False)
     remedy = "Load the model with the rope_parameters of that run to go on with it."
-    if is_of_transformers(model) and (file := directory / "config.json").is_file():
-        now = config_of(model)
+    if wrapping.is_of_transformers(model) and (file := directory / "config.json").is_file():
+        now = wrapping.config_of(model)
         then = type(now).from_dict(codec.read_json(file))  # the file holds no defaults of parts
         _tell_other_config(f"The {kind.__name__}", file, _angles(then.to_dict()), _angles(now.to_dict()), remedy)
 
@@ -242,7 +229,7 @@ def check_files(folder: str | Path) -> None:
 def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-    for adapter, config in adapters_of(model).items():
+    for adapter, config in wrapping.adapters_of(model).items():
         if (file := _file_of_adapter(directory, adapter)) is None:
             if adapter in _REFERENCES:  # it stays as the run began
                 continue
@@ -312,17 +299,17 @@ def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, 
 def _really_missing(model: nn.Module, missing: list[str], loaded: dict[str, torch.Tensor]) -> list[str]:
     """Of the keys that were not in the file, those that no tied, loaded tensor fills, and that are saved at all."""
     state = model.state_dict()
-    filled = {local_part(state[name]).data_ptr() for name in loaded if name in state}
+    filled = {wrapping.local_part(state[name]).data_ptr() for name in loaded if name in state}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return [name for name in missing if local_part(state[name]).data_ptr() not in filled and name not in ignored]
+    return [n for n in missing if wrapping.local_part(state[n]).data_ptr() not in filled and n not in ignored]
 
 
 def is_saved(model: nn.Module) -> Callable[[str], bool]:
     """Which entries of the state dict `save_weights` may write: those of the adapters alone of a PEFT model."""
-    adapters = tuple(adapters_of(model))
+    adapters = tuple(wrapping.adapters_of(model))
     if not adapters:
         return lambda name: True
-    trained, ends = set(_trained(model)), (input_embedding(model), output_embedding(model))
+    trained, ends = set(_trained(model)), (wrapping.input_embedding(model), wrapping.output_embedding(model))
     embeddings = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     return lambda name: (
         name in trained or bool(set(adapters) & set(name.split("."))) or name.rpartition(".")[0] in embeddings
@@ -338,7 +325,7 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
     trained = set(_trained(model))
     # Without values: of split matrices peft would gather them, and this process is here alone.
     empty = {name: torch.empty(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
-    for adapter in adapters_of(model):
+    for adapter in wrapping.adapters_of(model):
         if (file := _file_of_adapter(Path(directory), adapter)) is None:
             raise CheckpointError(f"The adapter {adapter!r} was not written into {directory}.")
         saved = codec.read_tensors(file)
@@ -358,7 +345,7 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
             raise CheckpointError(
                 f"{file} does not hold what the adapter {adapter!r} holds in memory: {wrong[:5]} ({len(wrong)} in all)."
             )
-    if lost := [] if has_virtual_tokens(model) else sorted(trained):
+    if lost := [] if wrapping.has_virtual_tokens(model) else sorted(trained):
         raise CheckpointError(
             f"{directory} lacks what is trained outside of the adapter: {lost[:5]} ({len(lost)} in all). peft writes "
             "the adapter alone: freeze these, or name their modules in modules_to_save of its config."

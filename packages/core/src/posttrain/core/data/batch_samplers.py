@@ -84,8 +84,7 @@ class TokenBatchSampler(EpochBatchSampler):
         max_tokens, size = cut
         rows = self.longest_first(rows)
         made = torch.split(rows, _cut(self.lengths[rows].tolist(), max_tokens, size))
-        later = torch.randperm(max(-(-len(made) // size) - 1, 0), generator=generator)
-        rounds = [0, *(later + 1).tolist()]
+        rounds = [0, *(torch.randperm(max(-(-len(made) // size) - 1, 0), generator=generator) + 1).tolist()]
         return [one.tolist() for turn in rounds for one in made[turn * size : (turn + 1) * size]]
 
 
@@ -141,8 +140,7 @@ def _cut(costs: list[int], limit: int, multiple: int) -> list[int]:
     """Rows of each batch, all at the cost of its first, `limit` at most; a `multiple` of batches if there are rows."""
     sizes, start = [], 0
     while start < len(costs):
-        fits = limit // max(costs[start], 1)
-        sizes.append(min(fits, len(costs) - start))
+        sizes.append(min(limit // max(costs[start], 1), len(costs) - start))
         start += sizes[-1]
     while len(sizes) % multiple and max(sizes) > 1:
         widest = max(range(len(sizes)), key=sizes.__getitem__)

@@ -256,8 +256,7 @@ class DataCollatorForLanguageModeling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        shares = ("mlm_probability", "mask_replace_prob", "random_replace_prob") if self.mlm else ()
-        for name in shares:
+        for name in ("mlm_probability", "mask_replace_prob", "random_replace_prob") if self.mlm else ():
             value = vars(self)[name]
             if value is None or not 0 <= value <= 1:
                 raise ValueError(f"{name}={value!r} must be between 0 and 1")
@@ -322,8 +321,7 @@ class DataCollatorForLanguageModeling:
         if self.seed is not None and self.generator is None:
             worker = torch.utils.data.get_worker_info()
             self.generator = torch.Generator().manual_seed(self.seed + (worker.id if worker else 0))
-        chances = torch.full(inputs.shape, float(self.mlm_probability))
-        chosen = torch.bernoulli(chances, generator=self.generator).bool()
+        chosen = torch.bernoulli(torch.full(inputs.shape, float(self.mlm_probability)), generator=self.generator).bool()
         if words is not None:  # the draw of a word is that of its number
             chosen = chosen.gather(1, words)
         chosen &= ~special.bool()
@@ -366,6 +364,5 @@ def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
     """
     lengths = [int(length) for length in lengths if length]
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    longest = max(lengths, default=0)
     starts = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone()}
-    return starts | dict.fromkeys(("max_length_q", "max_length_k"), longest)
+    return starts | dict.fromkeys(("max_length_q", "max_length_k"), max(lengths, default=0))

@@ -124,7 +124,8 @@ class Loaders:
         scaling = self.owner.scaling
         given["whole"] = not scaling.is_own_loss  # it may gather rows, of which each process has as many
         if dist.world_size > 1 and not isinstance(loader, pipeline.Loader):
-            read = pipeline.first_read(loader, self.owner.data_seed), pipeline.known_length(loader)
+            length = len(loader) if pipeline.has_length(loader) else None
+            read = pipeline.first_read(loader, self.owner.data_seed), length
             first = dist.gather_patiently(read, "that all have a loader")
             given |= {"rank": dist.rank, "world_size": dist.world_size, "own_rows": len({*first}) > 1}
             given["fills"] = scaling.needs_whole_batches

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from posttrain.core.config import opt
+from posttrain.core.data import samplers
 from posttrain.core.data.batch_samplers import make_train_sampler as make_train_sampler
 from posttrain.core.data.batch_samplers import token_batches as token_batches
 from posttrain.core.data.batches import Repeating, as_filler
@@ -25,14 +26,6 @@ from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
 from posttrain.core.data.samplers import BY_LENGTH as BY_LENGTH
-from posttrain.core.data.samplers import (
-    STRATEGIES,
-    follows_epochs,
-    inner_sampler,
-    knows_position,
-    private_random_numbers,
-    transforms_rows,
-)
 from posttrain.core.data.samplers import has_length as has_length
 from posttrain.core.data.samplers import is_stream as is_stream
 from posttrain.core.data.samplers import row_lengths as row_lengths
@@ -83,7 +76,7 @@ class DataArguments:
         "random",
         "The order of rows: shuffled, sequential, or shuffled with rows of similar length together (group_by_length), "
         "or with the rows of a step in micro-batches that cost about as much (batch_rebalance).",
-        choices=STRATEGIES,
+        choices=samplers.STRATEGIES,
         old_flags=("group_by_length",),
     )
     length_column_name: str = opt(
@@ -165,11 +158,6 @@ def _is_of_accelerate(loader: Any) -> bool:
     return type(loader).__module__.partition(".")[0] == "accelerate"
 
 
-def known_length(loader: Any) -> int | None:
-    """Batches that `loader` says it has; None where it does not."""
-    return len(loader) if has_length(loader) else None
-
-
 def first_read(loader: Any, seed: int) -> str | None:
     """What a user's loader gives this process first, to be compared with what it gives the others: the rows' numbers;
     of a stream a digest of the first row, of any other loader one of the first batch. None where looking would take a
@@ -182,19 +170,19 @@ def first_read(loader: Any, seed: int) -> str | None:
         sampler: Any = copy.copy(loader.batch_sampler)
         if sampler is None:
             return None
-        if inner_sampler(sampler) is not None:
+        if samplers.inner_sampler(sampler) is not None:
             sampler.sampler = copy.copy(sampler.sampler)
         if not has_length(sampler):
-            with private_random_numbers(seed):
+            with samplers.private_random_numbers(seed):
                 return None if is_one_shot(sampler) else repr(next(iter(sampler), None))
         return repr(Loader(loader.dataset, batch_sampler=sampler, seed=seed).rows_of(0, 0))
     source = loader.dataset if is_plain else loader  # a loader would start its workers
-    copied = copy.deepcopy if is_plain and knows_position(source) else copy.copy
+    copied = copy.deepcopy if is_plain and samplers.knows_position(source) else copy.copy
     with contextlib.suppress(TypeError):  # one that counts its passes or rows is to begin with the first
         source = copied(source)
     if is_one_shot(source):
         return None
-    with private_random_numbers(seed):
+    with samplers.private_random_numbers(seed):
         return hashlib.blake2b(repr(_values_in(next(iter(source), None))).encode()).hexdigest()
 
 
@@ -269,7 +257,7 @@ class _Batches(IterableDataset[Any]):
         self.loader, self.rank, self.whole = loader, rank, whole
         # accelerate does not tell the epoch to a batch sampler of which each process has a share.
         shared = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
-        setters = [one.set_epoch for one in (loader, shared) if one is not None and follows_epochs(one)]
+        setters = [one.set_epoch for one in (loader, shared) if one is not None and samplers.follows_epochs(one)]
         if setters:
             self.set_epoch = lambda epoch: [set_one(epoch) for set_one in setters]
 
@@ -378,7 +366,7 @@ def signature_columns(forward: Callable[..., Any]) -> list[str] | None:
 
 def can_drop_columns(dataset: Any) -> bool:
     """Whether columns can be dropped from `dataset` itself: a `datasets.Dataset` that transforms no rows."""
-    return hasattr(dataset, "remove_columns") and not is_stream(dataset) and not transforms_rows(dataset)
+    return hasattr(dataset, "remove_columns") and not is_stream(dataset) and not samplers.transforms_rows(dataset)
 
 
 def keep_columns(

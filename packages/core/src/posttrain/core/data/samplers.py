@@ -113,8 +113,7 @@ class LengthGroupedSampler(EpochSampler):
         return given
 
     def order(self) -> torch.Tensor:
-        shuffled = torch.randperm(self.num_rows, generator=self.generator())
-        stretches = shuffled.split(self.cut(self.epoch))
+        stretches = torch.randperm(self.num_rows, generator=self.generator()).split(self.cut(self.epoch))
         ordered = torch.cat([part[self.lengths[part].argsort(descending=True, stable=True)] for part in stretches])
         if self.num_rows:
             longest = int(self.lengths[ordered].argmax())

@@ -17,20 +17,9 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from posttrain.core.data import workers
+from posttrain.core.data import samplers, workers
 from posttrain.core.data.batch_samplers import EpochBatchSampler
 from posttrain.core.data.batches import Collate, Rows, as_filler, at_hand
-from posttrain.core.data.samplers import (
-    Draws,
-    EpochSampler,
-    SeededRandomSampler,
-    has_length,
-    in_step,
-    inner_sampler,
-    is_stream,
-    knows_position,
-    mix,
-)
 from posttrain.core.data.streams import GAP, Stream, is_one_shot
 
 logger = logging.getLogger(__name__)
@@ -108,7 +97,7 @@ class Loader(DataLoader[Any]):
         engine = {"num_workers": 0} | engine | {"generator": self._generator}
         if engine["num_workers"]:
             engine["worker_init_fn"] = workers.WorkerStart(engine.get("worker_init_fn"))
-        if is_stream(dataset):
+        if samplers.is_stream(dataset):
             if own_rows or getattr(dataset, "_distributed", None) is not None:  # each process has its own rows already
                 dealt["rank"], dealt["world_size"] = 0, 1
             dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
@@ -118,17 +107,17 @@ class Loader(DataLoader[Any]):
             sampler, engine["batch_size"] = None, None
         else:
             if type(sampler) is RandomSampler:
-                sampler = SeededRandomSampler(sampler, seed)
+                sampler = samplers.SeededRandomSampler(sampler, seed)
             source = Rows(dataset, forward_epoch=advance)
             order = sampler if batch_sampler is None else batch_sampler
-            already_dealt = inner_sampler(batch_sampler) if batch_sampler is not None else sampler
+            already_dealt = samplers.inner_sampler(batch_sampler) if batch_sampler is not None else sampler
             own_rows |= isinstance(already_dealt, DistributedSampler) and already_dealt.num_replicas == world_size
             if own_rows:
                 dealt["rank"], dealt["world_size"] = 0, 1
             size = batch_size if batch_sampler is None else None
             dealt |= {"own_rank": rank, "seeded": engine["num_workers"] > 0, "most": most, "repeats": repeats}
             dealt |= {"whole": whole, "marks": not advance}
-            self._draws = Draws(dataset, order, size, **dealt)
+            self._draws = samplers.Draws(dataset, order, size, **dealt)
             self.rows_per_batch = self._draws.group
             engine["batch_sampler"] = self._draws
         if batch_sampler is not None:
@@ -178,10 +167,10 @@ class Loader(DataLoader[Any]):
             return
         if self._stream is None:
             self._draws.gather, self._draws.highest = gather, highest
-            if has_length(self._draws.rows):
+            if samplers.has_length(self._draws.rows):
                 self._draws.agree(self._draws.num_rows, gather)
             return
-        lengths = gather(len(self._stream) if has_length(self._stream.dataset) else None)
+        lengths = gather(len(self._stream) if samplers.has_length(self._stream.dataset) else None)
         self._highest = highest if None in lengths or len({*lengths}) > 1 else None
         if self._highest is not None and None not in lengths:
             self._length = min(lengths) if self._advance else max(lengths)
@@ -194,7 +183,7 @@ class Loader(DataLoader[Any]):
         if self._stream is not None:
             return self._stream.num_batches(len(self._stream.dataset) - given)
         sampler, rows = copy.copy(self._draws.sampler), self._draws.rows
-        if isinstance(sampler, EpochSampler):
+        if isinstance(sampler, samplers.EpochSampler):
             given = sampler.resume(state["epoch"], state.get("cut", sampler.cut(state["epoch"])), given)
             rows = sampler
         own = self._draws.num_batches(self._draws.at_most(len(rows)) - given)
@@ -255,7 +244,7 @@ class Loader(DataLoader[Any]):
         state = {"epoch": self.epoch, "given": list(now.given), "turn": now.turn, "to_drop": now.to_drop}
         if self._stream is None:
             sampler = self._draws.sampler
-            if isinstance(sampler, EpochSampler) and sampler.own_cut is not None:
+            if isinstance(sampler, samplers.EpochSampler) and sampler.own_cut is not None:
                 state["cut"] = sampler.cut(self.epoch)
             if self._draws.generator is not None:
                 state["sampler"] = self._draws.generator.get_state() if now.sampler is None else now.sampler
@@ -269,7 +258,7 @@ class Loader(DataLoader[Any]):
         """Let the next iteration start where `state` was taken."""
         self.epoch, given = state["epoch"], list(state["given"])
         start = self._beginning()
-        if self._stream is None and isinstance(sampler := self._draws.sampler, EpochSampler):
+        if self._stream is None and isinstance(sampler := self._draws.sampler, samplers.EpochSampler):
             given = [sampler.resume(self.epoch, state.get("cut", sampler.cut(self.epoch)), sum(given))]
         if len(given) == len(start.given):
             start = _Position(given, state["turn"], state["to_drop"], sampler=state.get("sampler"))
@@ -297,13 +286,13 @@ class Loader(DataLoader[Any]):
     def _batches(self) -> Iterator[Any]:
         now = replace(self._next, given=list(self._next.given))
         self._now, self._next = now, self._beginning()
-        self._generator.manual_seed(mix(self._seed, self.epoch))
+        self._generator.manual_seed(samplers.mix(self._seed, self.epoch))
         if self._stream is not None:
             self._stream.seek(self.epoch, now.given, now.turn, now.dataset)
             batches = workers.iterate(self._engine, self)
             if self._highest is not None:
                 fill = None if self._advance else (lambda given: (given[0], as_filler(given[1])))
-                batches = in_step(batches, self._highest, fill)
+                batches = samplers.in_step(batches, self._highest, fill)
             return self._give_from_stream(batches, now)
         if (generator := self._draws.generator) is not None:
             if now.sampler is not None:
@@ -355,7 +344,7 @@ class Loader(DataLoader[Any]):
                 ". This iterable can be read only once; resuming may not reproduce its order. Pass a dataset whose "
                 "__iter__ restarts."
             )
-        elif not knows_position(dataset):
+        elif not samplers.knows_position(dataset):
             why = ". Give the dataset state_dict and load_state_dict, or rows by index, to avoid that."
         elif self.num_workers:
             why = ". Its own position is used with dataloader_num_workers=0 only."

@@ -117,8 +117,7 @@ class DistributedArguments:
             vars(self).update(activation_checkpointing=True, gradient_checkpointing=True)
         if self.global_batch_size is not None and self.global_batch_size > 0:
             own: Any = self
-            rows = own.per_device_train_batch_size
-            size, steps = dealt(self.global_batch_size, self.data_parallel_size, rows)
+            size, steps = dealt(self.global_batch_size, self.data_parallel_size, own.per_device_train_batch_size)
             vars(self).update(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
 
     def _problems(self) -> Iterator[str]:

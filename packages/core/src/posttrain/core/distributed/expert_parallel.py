@@ -27,8 +27,6 @@ from posttrain.core.models.wrapping import base_model, config_of, setting
 
 #: The styles of transformers' plans: of a module of experts, and of a parameter of which each process keeps some.
 DISPATCHES, KEPT_BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
-#: Under which names configs of transformers count the experts of a layer.
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _DIVIDED: WeakSet[nn.Module] = WeakSet()  # modules of experts of which this process keeps some
 _ADAPTERS: WeakSet[nn.Module] = WeakSet()  # peft's wrappers around them
@@ -183,7 +181,7 @@ def problem_of(base: nn.Module, size: int) -> str | None:
 def config_problem(config: Any, size: int) -> str | None:
     """`problem_of` as far as the `config` of a model shows it, before any weight is read."""
     text, name = config.get_text_config(), type(config).__name__
-    for field in COUNTS:
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         if isinstance(count := setting(text, field), int):
             return _does_not_divide(size, count, name) if count % size else None
     if setting(text, "base_model_ep_plan"):

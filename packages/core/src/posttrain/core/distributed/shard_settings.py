@@ -71,9 +71,8 @@ def read(
     problems: list[str] = []
     options = [word for part in _listed(fsdp) for word in part.replace(",", " ").split()]
     sizes = parallel_sizes(parallelism, problems)
-    on = bool(options) or sizes.get("dp_shard_size", 1) > 1
     config = _config(fsdp_config, problems)
-    if not on:
+    if not options and sizes.get("dp_shard_size", 1) <= 1:
         if any(value not in (None, False, 0, "", []) for value in config.values()) and not is_true(
             os.environ.get("ACCELERATE_USE_FSDP", "false")
         ):

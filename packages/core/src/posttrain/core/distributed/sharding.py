@@ -336,8 +336,7 @@ def count(parameters: Iterable[torch.Tensor]) -> int:
 
 def is_first_copy(tensor: Any) -> bool:
     """Whether this process is the first of those that hold the same shard."""
-    mesh = tensor.device_mesh
-    return all(_cuts(p) or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
+    return all(_cuts(p) or tensor.device_mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
 
 
 def part_of(full: torch.Tensor, like: Any) -> torch.Tensor:

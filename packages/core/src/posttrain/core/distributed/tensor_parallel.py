@@ -24,18 +24,11 @@ from posttrain.core.models.wrapping import base_model, config_of, is_peft_model,
 
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.
 ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
-#: The style of a weight that every process holds whole and applies to its own heads.
-PARTIAL = "replicated_with_grad_allreduce"
 
 
 def loaded_size(model: nn.Module | None) -> int:
     """Over how many processes ``from_pretrained(distributed_config=...)`` split `model`; 1: it is whole."""
     return 1 if model is None else int(getattr(base_model(model), "_tp_size", None) or 1)
-
-
-def is_split(model: nn.Module) -> bool:
-    """Whether the matrices of `model` are split."""
-    return loaded_size(model) > 1
 
 
 def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool = False, by_rows: bool = False) -> None:
@@ -103,7 +96,7 @@ def _take_from_main(model: nn.Module, device: torch.device) -> None:
 
 def _partial(base: nn.Module, plan: dict[str, str]) -> list[nn.Module]:
     """Those whose weights every process holds whole, and applies to its own heads."""
-    return [module for name, module in base.named_modules() if plan.get(name) == PARTIAL]
+    return [module for name, module in base.named_modules() if plan.get(name) == "replicated_with_grad_allreduce"]
 
 
 def _sum_partial_gradients(partial: list[nn.Module], mesh: Any) -> None:

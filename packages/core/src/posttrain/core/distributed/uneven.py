@@ -39,5 +39,4 @@ def _of_all(tensor: torch.Tensor) -> Any:
     if min(counts) == most:
         return operations.gather(tensor)
     filled = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
-    parts = operations.gather(filled).split(most)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(operations.gather(filled).split(most), counts, strict=True)])

@@ -20,15 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.core.data import accelerator, batches
+from posttrain.core.distributed import environment
 from posttrain.core.distributed.arguments import DistributedArguments, note
-from posttrain.core.distributed.environment import (
-    accelerator_present,
-    device,
-    forget_another_device,
-    lost_processes,
-    precision,
-    without_plugins,
-)
 from posttrain.core.distributed.waits import LostProcessError, Waits, init_method, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
@@ -97,14 +90,14 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Uneven
 
     own: Any = args
     configured = AcceleratorState._shared_state.get("_mixed_precision", "no")
-    if own.accelerator_config["use_configured_state"] and configured not in ("no", precision(args)):
+    if own.accelerator_config["use_configured_state"] and configured not in ("no", environment.precision(args)):
         problem = (
             f"use_configured_state=True: accelerate's state has mixed_precision={configured!r}; set {configured}=True"
         )
         raise ConfigError("TrainingArguments", [f"accelerator_config: {problem}"])
-    if precision(args) == "fp16" and (args.use_cpu or not accelerator_present()):
+    if environment.precision(args) == "fp16" and (args.use_cpu or not environment.accelerator_present()):
         raise ConfigError("TrainingArguments", ["the launcher sets fp16, but this run is on the CPU"])
-    if (lost := lost_processes()) is not None:
+    if (lost := environment.lost_processes()) is not None:
         logger.warning(lost)
     backend = args.ddp_backend
     if backend is None and gathers_on_host and torch.cuda.is_available() and not args.use_cpu:
@@ -113,13 +106,13 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Uneven
     # `Distributed.autocast` handles autocast, because accelerate would patch the forward of the user's model. Its
     # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
     # backward, which old training_steps call, would divide the loss again.
-    place = device(args.use_cpu)
-    forget_another_device(place)
+    place = environment.device(args.use_cpu)
+    environment.forget_another_device(place)
     # For loaders that a subclass prepares itself. Their batch sizes are divided already (`split_batches`).
     names = ("dispatch_batches", "even_batches", "use_seedable_sampler")
     loaders = DataLoaderConfiguration(data_seed=own.data_seed, **{name: own.accelerator_config[name] for name in names})
     on_cpu = place.type == "cpu" or None  # without it, accelerate joins no processes on the CPU
-    with without_plugins():
+    with environment.without_plugins():
         return UnevenAccelerator(cpu=on_cpu, kwargs_handlers=[group], dataloader_config=loaders)
 
 
@@ -193,7 +186,7 @@ class World:
     """The processes that read the same rows; None: all."""
 
     def __init__(self, args: DistributedArguments, accelerator: UnevenAccelerator, sizes: dict[str, int]) -> None:
-        self.args, self.accelerator, self.precision = args, accelerator, precision(args)
+        self.args, self.accelerator, self.precision = args, accelerator, environment.precision(args)
         self.device: torch.device = accelerator.device
         self.process_index: int = accelerator.process_index
         self.num_processes: int = accelerator.num_processes

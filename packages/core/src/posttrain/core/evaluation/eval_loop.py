@@ -359,8 +359,7 @@ def _mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 def _feed(to: _Streamed | _Called, entry: Any, is_last: bool, gather: Callable[[Any], list[Any]]) -> None:
     shares = [entry]
     if not to.sees_own_batches:
-        several = len(gather(None)) > 1
-        shares = gather(map_tensors(entry, torch.Tensor.cpu)) if several else [entry]
+        shares = gather(map_tensors(entry, torch.Tensor.cpu)) if len(gather(None)) > 1 else [entry]
     shares = [share for share in shares if share is not None]
     for number, share in enumerate(shares, start=1):
         to.take(EvalPrediction(*share), is_last and number == len(shares))

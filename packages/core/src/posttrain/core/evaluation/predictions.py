@@ -109,8 +109,7 @@ def restore(value: Any, order: np.ndarray) -> Any:
         return {key: restore(item, order) for key, item in value.items()}
     if not isinstance(value, np.ndarray) or not len(order) or len(value) % len(order):
         return value
-    grouped = value.reshape(len(order), -1, *value.shape[1:])
-    return grouped[np.argsort(order)].reshape(value.shape)
+    return value.reshape(len(order), -1, *value.shape[1:])[np.argsort(order)].reshape(value.shape)
 
 
 def detach(value: Any) -> Any:

@@ -58,8 +58,7 @@ def halves(batch: Any) -> tuple[Any, Any]:
     """
     if isinstance(batch, CutsItself):
         return batch.halves()
-    inner = batch.values() if isinstance(batch, Mapping) else ()
-    if any(isinstance(value, CutsItself) for value in inner):
+    if any(isinstance(value, CutsItself) for value in (batch.values() if isinstance(batch, Mapping) else ())):
         raise ValueError("the batch holds images of prompts for several completions, and cannot be cut by rows")
     sizes = {name: len(value) for name, value in _columns(batch) if _has_rows(value)}
     if len(set(sizes.values())) != 1:

@@ -224,10 +224,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of `device` with matrices of `dtype`; None if unknown.
-
-    Known are 16-bit types and the devices in `PEAK_FLOPS`.
-    """
+    """Peak operations per second of a `device` of `PEAK_FLOPS` with matrices of a 16-bit `dtype`; None of others."""
     return peak_of(accelerator.name(device)) if dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -413,8 +410,7 @@ def is_performance(name: str) -> bool:
 
 def is_timing(name: str) -> bool:
     """Whether a logged value depends on the clock or the machine, so that two equal runs may log it differently."""
-    endings = ("_runtime", "_per_second", "_seconds", "_mib")
-    return is_performance(name) or "_mem_" in name or name.endswith(endings)
+    return is_performance(name) or "_mem_" in name or name.endswith(("_runtime", "_per_second", "_seconds", "_mib"))
 
 
 class Appended:

@@ -65,8 +65,7 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
 
     def layers(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            kinds = {kind.__name__ for kind in type(child).__mro__}
-            if LAYER in kinds or type(child).__name__ in names:
+            if LAYER in {kind.__name__ for kind in type(child).__mro__} or type(child).__name__ in names:
                 yield child
             else:
                 yield from layers(child)

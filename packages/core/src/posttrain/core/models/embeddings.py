@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import (
-    base_model,
-    config_of,
-    input_embedding,
-    is_encoder_decoder,
-    output_embedding,
-    setting,
-    text_config,
-)
+from posttrain.core.models import wrapping
 
 POSITION_EMBEDDINGS = ("position_embeddings", "wpe", "embed_positions")
 
@@ -27,18 +19,18 @@ def id_limits(model: nn.Module) -> dict[str, int]:
     ``labels_per_token``: 1 if each token of a row has its own label. Multimodal models are left out, because they use
     special token ids for images and audio.
     """
-    base = base_model(model)
-    config = config_of(base)
+    base = wrapping.base_model(model)
+    config = wrapping.config_of(base)
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return {}
-    head, classes, found = None, setting(config, "num_labels") or 0, dict[str, Any]()
+    head, classes, found = None, wrapping.setting(config, "num_labels") or 0, dict[str, Any]()
     found["context"] = context_of(config)
-    inputs = input_embedding(base)
+    inputs = wrapping.input_embedding(base)
     if inputs is not None:
         found["input_ids"] = getattr(inputs, "num_embeddings", None)
-        head = output_embedding(base)
+        head = wrapping.output_embedding(base)
         found["labels"] = getattr(head, "out_features", None)
-        found["labels_per_token"] = int(head is not None and not is_encoder_decoder(base))
+        found["labels_per_token"] = int(head is not None and not wrapping.is_encoder_decoder(base))
     if head is None and "Classification" in type(base).__name__ and classes > 1:
         found["labels"] = classes
     for name, module in base.named_modules():
@@ -46,7 +38,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
             # The first position's row: OPT's and BART's modules name it, RoBERTa counts from behind the padding.
             first = vars(module).get("offset", 0 if module.padding_idx is None else module.padding_idx + 1)
             found["positions"] = module.num_embeddings - first
-            found["label_positions"] = found["positions"] * is_encoder_decoder(base)
+            found["label_positions"] = found["positions"] * wrapping.is_encoder_decoder(base)
     return {name: limit for name, limit in found.items() if limit}
 
 
@@ -55,8 +47,8 @@ def context_of(config: Any) -> int | None:
 
     What a rule stretches rotary angles by counts as vLLM counts it; a config may hold that already.
     """
-    config = text_config(config)
-    if (length := setting(config, "max_position_embeddings") or 0) <= 0:
+    config = wrapping.text_config(config)
+    if (length := wrapping.setting(config, "max_position_embeddings") or 0) <= 0:
         return None
     rule = vars(config).get("rope_parameters") or {}
     if rule.get("rope_type") not in ("linear", "dynamic", "yarn"):

@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 PACKAGE = "torchao>=0.11"
 #: The kernels take matrices whose sides are multiples of this.
 MULTIPLE = 16
-#: The least compute capability of a GPU that multiplies float8 (Ada and Hopper).
-CAPABILITY = (8, 9)
 
 
 def problem(use_cpu: bool) -> str | None:
@@ -31,7 +29,7 @@ def problem(use_cpu: bool) -> str | None:
     if use_cpu or (found := accelerator.capability()) is None:
         where = "the CPU" if use_cpu or (kind := accelerator.gpu()) is None else kind
         return f"{needs}, and this run is on {where}; set bf16=True instead"
-    if found < CAPABILITY:
+    if found < (8, 9):
         name = accelerator.name(torch.device(accelerator.CUDA))
         return f"{needs}, and {name} has {found[0]}.{found[1]}; set bf16=True instead"
     return None
@@ -60,8 +58,7 @@ def use_float8(model: nn.Module, emulate: bool = False, compiled: bool = True) -
         return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 
     before = sum(type(module) is nn.Linear for module in model.modules())
-    config = torchao.Float8LinearConfig(emulate=emulate)
-    torchao.convert_to_float8_training(model, module_filter_fn=fits, config=config)
+    torchao.convert_to_float8_training(model, module_filter_fn=fits, config=torchao.Float8LinearConfig(emulate=emulate))
     left = sum(type(module) is nn.Linear for module in model.modules())
     changed = before - left
     logger.info("%d linear layers multiply in float8; %d do not (the head, adapters and odd shapes).", changed, left)

@@ -106,10 +106,8 @@ def _tile_mlps(base: nn.Module, tokens: int) -> None:
 
 
 def _reads_tokens_alone(module: nn.Module) -> bool:
-    """Whether `module` maps one tensor to one, each token independently of the others.
-
-    Such modules are known by their name in transformers. Some of that name choose experts and return their choice too;
-    others take a residual as a second input.
+    """Whether `module` maps one tensor to one, each token by itself, going by its name in transformers: some of that
+    name choose experts and return their choice too, others take a residual.
     """
     is_named = type(module).__name__.endswith("MLP") and not hasattr(module, "experts")
     return is_named and len(inspect.signature(module.forward).parameters) == 1

@@ -59,8 +59,7 @@ def check_trainable(model: nn.Module) -> None:
     adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
     for config in adapters_of(model).values() if is_peft_model(model) else ():
         check_base_can_be_found_again(config)
-    for_training = getattr(setting(base, "hf_quantizer"), "is_qat_trainable", False)
-    if is_quantized(model) and not adapted and not for_training:
+    if is_quantized(model) and not adapted and not getattr(setting(base, "hf_quantizer"), "is_qat_trainable", False):
         raise ValueError(
             f"This {type(base).__name__} is quantized, and quantized weights cannot be trained themselves. "
             "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."

@@ -19,15 +19,7 @@ from torch import nn
 from posttrain.core.config import has_type, opt
 from posttrain.core.distributed import deepspeed, environment
 from posttrain.core.errors import ConfigError, did_you_mean, missing, require
-from posttrain.core.optim.by_name import (
-    OPTIMIZERS,
-    REFUSED,
-    WITHOUT_TARGETS,
-    ClassAndArguments,
-    Factory,
-    package_of,
-    stable_adamw_problem,
-)
+from posttrain.core.optim import by_name
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.lr_scheduler import plain
 
@@ -42,7 +34,7 @@ class OptimizerArguments:
     """The arguments of the optimizer."""
 
     learning_rate: float = opt(5e-5, "Peak learning rate; larger steps learn faster, until they diverge.", min=0)
-    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=OPTIMIZERS, old_flags=("adafactor",))
+    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=by_name.OPTIMIZERS, old_flags=("adafactor",))
     optim_args: dict | str | None = opt(None, "Options of that optimizer: 'rank=64, scale=0.1', or a dict.")
     weight_decay: float = opt(
         0.0, "Share of each weight (no norm, no bias) subtracted per optimizer step, times the learning rate.", min=0
@@ -67,12 +59,12 @@ class OptimizerArguments:
 
     def _problems(self) -> Iterator[str]:
         name = plain(self.optim)
-        if name not in OPTIMIZERS:
-            yield from [f"optim={name!r} of pytorch-optimizer {REFUSED[name]}"] if name in REFUSED else []
+        if name not in by_name.OPTIMIZERS:
+            if name in by_name.REFUSED:
+                yield f"optim={name!r} of pytorch-optimizer {by_name.REFUSED[name]}"
             return
         yield from _option_problems(name, self.optim_args)
-        low_rank = name.startswith(("galore_", "apollo_"))
-        if low_rank and self.optim_target_modules is None:
+        if name.startswith(("galore_", "apollo_")) and self.optim_target_modules is None:
             yield (
                 f"optim={name!r} needs optim_target_modules, the linear layers to project; set 'all-linear' for all "
                 "of them"
@@ -92,10 +84,10 @@ OF_OPTIMIZER = tuple(f.name for f in dataclasses.fields(OptimizerArguments) if f
 def package_problems(args: Any) -> Iterator[ImportError | str]:
     """Problem: the package of the optimizer ``args.optim`` is not installed, or does not work here."""
     name = plain(args.optim)
-    if (needs := package_of(name)) is not None:
+    if (needs := by_name.package_of(name)) is not None:
         if error := missing(*needs, why=f"optim={name!r}"):
             yield error
-        elif name == "stable_adamw" and (problem := stable_adamw_problem()):
+        elif name == "stable_adamw" and (problem := by_name.stable_adamw_problem()):
             yield problem
 
 
@@ -159,7 +151,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _options(factory: Factory) -> tuple[dict[str, inspect.Parameter], bool]:
+def _options(factory: by_name.Factory) -> tuple[dict[str, inspect.Parameter], bool]:
     """The options of a factory, and whether it takes others too."""
     parameters = inspect.signature(factory, eval_str=True).parameters.values()
     options = {option.name: option for option in parameters if option.kind is option.KEYWORD_ONLY}
@@ -176,7 +168,7 @@ def _option_problems(name: str, optim_args: Any) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    known, takes_others = _options(OPTIMIZERS[name])
+    known, takes_others = _options(by_name.OPTIMIZERS[name])
     for key, value in given.items():
         if key in known:
             allowed = get_args(known[key].annotation) or (known[key].annotation,)
@@ -189,11 +181,11 @@ def _option_problems(name: str, optim_args: Any) -> Iterator[str]:
             yield f"optim_args: {key!r} is not an option of optim={name!r}{takes}{field}"
 
 
-def register(name: str) -> Callable[[Factory], Factory]:
+def register(name: str) -> Callable[[by_name.Factory], by_name.Factory]:
     """Decorator: add a factory, ``(args, model, *, option=default) -> (class, arguments)``, as ``optim=name``."""
 
-    def add(factory: Factory) -> Factory:
-        OPTIMIZERS[name] = factory
+    def add(factory: by_name.Factory) -> by_name.Factory:
+        by_name.OPTIMIZERS[name] = factory
         return factory
 
     return add
@@ -246,7 +238,7 @@ def parameter_groups(
 # ------------------------------------------------------------------------------------------------------------- building
 
 
-def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> ClassAndArguments:
+def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> by_name.ClassAndArguments:
     """The optimizer class that ``args.optim`` names, and its arguments but for the parameters. Raises a `ConfigError`
     where there is no such optimizer, or these arguments cannot work, and an `ImportError` where it needs a library that
     is not installed.
@@ -257,11 +249,12 @@ def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> Cla
     """
     name = plain(args.optim)
     problems = [*OptimizerArguments._problems(args), *problems_with_others(args)]
-    if name not in OPTIMIZERS:
-        problems = [f"optim={name!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}"]
+    if name not in by_name.OPTIMIZERS:
+        near = did_you_mean(name, by_name.OPTIMIZERS)
+        problems = [f"optim={name!r} is not one of {', '.join(by_name.OPTIMIZERS)}{near}"]
     if problems:
         raise ConfigError("optim", problems)
-    return OPTIMIZERS[name](args, model, **parse_optim_args(args.optim_args))
+    return by_name.OPTIMIZERS[name](args, model, **parse_optim_args(args.optim_args))
 
 
 def build(
@@ -283,7 +276,7 @@ def build(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("optim", ["no parameter of the model requires a gradient, so there is nothing to train"])
     optimizer_class, kwargs = class_and_kwargs or optimizer_class_and_kwargs(args, model)
-    if args.optim_target_modules and plain(args.optim) in WITHOUT_TARGETS:
+    if args.optim_target_modules and plain(args.optim) in by_name.WITHOUT_TARGETS:
         logger.warning(
             f"optim={plain(args.optim)!r} trains all layers alike, so optim_target_modules="
             f"{args.optim_target_modules!r} has no effect. Leave it out, or choose an optimizer that treats those "

@@ -187,8 +187,7 @@ def _ademamix(bits: int, paged: bool = False) -> Factory:
         own = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "eps": args.adam_epsilon}
         taken = {name: own.get(name) if value is None else value for name, value in (options | given).items()}
         betas = tuple(taken.pop(f"beta{number}") for number in (1, 2, 3))
-        fixed = {"betas": betas, "optim_bits": bits, "is_paged": paged}
-        return _bitsandbytes("AdEMAMix"), _rate(args) | taken | fixed
+        return _bitsandbytes("AdEMAMix"), _rate(args) | taken | {"betas": betas, "optim_bits": bits, "is_paged": paged}
 
     return _taking(make, options)
 

@@ -119,10 +119,7 @@ class EMA:
             average.lerp_(parameter.float(), weight)
 
     def swapped_in(self) -> contextlib.AbstractContextManager[None]:
-        """The model with the averages in place of its weights, which come back at the end.
-
-        Nothing is copied in float32.
-        """
+        """The model with the averages in place of its weights, which come back at the end; no copy is in float32."""
         return swapped_in(self._parameters, self._averages)
 
     @torch.no_grad()

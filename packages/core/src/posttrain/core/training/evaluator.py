@@ -41,19 +41,17 @@ class Evaluator:
             owner.dist.meet("the beginning of an evaluation")
             owner.callback_handler.look_again()
         started, loader = time.perf_counter(), owner.loaders.adopt(loader, is_training=False)
-        loss_only = None if keep or owner.compute_metrics is not None else True
         average = owner.run.ema if owner.is_in_train and args.ema_use != "final" else None
-        weights = contextlib.nullcontext() if average is None else average.swapped_in()
         with eval_loop.eval_mode(owner.model, owner.optimizer):
             with (
-                weights,
+                contextlib.nullcontext() if average is None else average.swapped_in(),
                 owner._memory_tracker.stage(prefix) as memory,
                 owner.loaders.ending_workers(loader, owner.is_in_train),
             ):
                 output = owner.evaluation_loop(
                     loader,
                     description=description,
-                    prediction_loss_only=loss_only,
+                    prediction_loss_only=None if keep or owner.compute_metrics is not None else True,
                     ignore_keys=ignore_keys,
                     metric_key_prefix=prefix,
                 )
@@ -74,7 +72,10 @@ class Evaluator:
         of_all: Any = compute_metrics if batch_metrics is None else None
         owner.callback_handler.eval_dataloader = loader
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._trained_weights_kept())
+            halves = args.bf16_full_eval or args.fp16_full_eval
+            if halves and not owner.is_in_train and owner.optimizer is not None and not owner.dist.shards:
+                owner.dist.place(owner.model)
+                stack.enter_context(eval_loop.weights_kept(owner.model))  # a trained one comes back as it was
             model, metrics = self.model(), stack.enter_context(owner.metrics.apart())
             stack.enter_context(eval_loop.eval_mode(model, owner.optimizer))
             kept, named, num_samples = eval_loop.run(
@@ -98,8 +99,7 @@ class Evaluator:
                 order=getattr(inner_sampler(loader), "rows_to_restore", None),
                 fill=owner.prediction_fill,
             )
-        has_both = kept.predictions is not None and kept.label_ids is not None
-        if of_all is not None and has_both:
+        if of_all is not None and kept.predictions is not None and kept.label_ids is not None:
             named = eval_loop.with_returned(named, of_all(kept), prefix)
         prefixed = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": v for n, v in eval_loop.plain(named).items()}
         return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
@@ -132,14 +132,6 @@ class Evaluator:
             if args.bf16_full_eval or args.fp16_full_eval:
                 owner.model.to(torch.bfloat16 if args.bf16_full_eval else torch.float16)
         return owner.model
-
-    def _trained_weights_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Where a whole model is evaluated in half precision: a trained one comes back as it was, another stays."""
-        owner, halves = self.owner, self.owner.args.bf16_full_eval or self.owner.args.fp16_full_eval
-        if not halves or owner.is_in_train or owner.optimizer is None or owner.dist.shards:
-            return contextlib.nullcontext()
-        owner.dist.place(owner.model)
-        return eval_loop.weights_kept(owner.model)
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """Remember the metric to keep the best model by, in the state of the trainer; True where it has improved."""

@@ -130,8 +130,7 @@ class Reporter:
                 given: Any = owner.model, batch, update.num_items
                 return owner.training_step(*given[: run.step_takes])
             with torch.no_grad(), owner.compute_loss_context_manager():
-                inputs = owner.prepare_inputs(batch)
-                return objective(owner.compute_loss, owner.model, inputs, update.num_items)[0]
+                return objective(owner.compute_loss, owner.model, owner.prepare_inputs(batch), update.num_items)[0]
 
         batches, random, num_items = [update.window[n] for n in update.bad_batches()], rng.rng_state(), run.num_items
         gradients = [parameter.grad for parameter in run.parameters]  # of the step that is under way

@@ -48,7 +48,11 @@ def set_up(
     find_owners(owner)
     if owner.model_init is not None:
         pipeline.set_seed(args.seed)
-        _drop_model(owner)
+        # Those of an earlier run are dropped before the next are made: two need not fit at once.
+        owner.model = owner.model_wrapped = handler.model = NOT_MADE
+        owner.run = Run(owner)
+        if owner._owns_optimizer:
+            owner.optimizer = handler.optimizer = NOT_MADE
         owner.set_model(owner.call_model_init(trial))
     if checkpoint is not None:
         owner._load_from_checkpoint(str(checkpoint))
@@ -111,15 +115,6 @@ def find_owners(owner: Trainer) -> None:
         )
 
 
-def _drop_model(owner: Trainer) -> None:
-    """Drop the model and optimizer of an earlier run before the next is made: two need not fit at once."""
-    handler = owner.callback_handler
-    owner.model = owner.model_wrapped = handler.model = NOT_MADE
-    owner.run = Run(owner)
-    if owner._owns_optimizer:
-        owner.optimizer = handler.optimizer = NOT_MADE
-
-
 def _compare_with_optimizer(owner: Trainer, resumes: bool) -> None:
     """Warn where a run goes on with the optimizer of an earlier one, which does not follow arguments that changed."""
     now = {name: value_of(owner.args, name) for name in builder.OF_OPTIMIZER}
@@ -157,8 +152,7 @@ def new_state(owner: Trainer) -> TrainerState:
 
 def new_record(owner: Trainer, clock: Clock | None = None) -> None:
     """Let the trainer log into a new record."""
-    pad_token_id = getattr(owner.processing_class, "pad_token_id", None)
-    owner.record = Record(owner.args, owner.dist, clock, pad_token_id)
+    owner.record = Record(owner.args, owner.dist, clock, getattr(owner.processing_class, "pad_token_id", None))
     owner.metrics, owner.clock = owner.record.metrics, owner.record.clock
 
 

@@ -65,8 +65,7 @@ class SpikeWatch:
         """
         loss = update.loss.detach() if self._mean is None else self._mean(update.loss.detach())
         self._pending.append((OnItsWay.of(loss), update))
-        waits = 0 if loss.is_cpu or self.policy == "skip" else LAG
-        return self.settle(waits)
+        return self.settle(0 if loss.is_cpu or self.policy == "skip" else LAG)
 
     def settle(self, waits: int = 0) -> bool:
         """Look at all losses but the last `waits`; whether the last one looked at is no spike that is skipped."""

@@ -97,8 +97,7 @@ def loss_reads(owner: Any, *names: str) -> bool:
 
 def _names_in(code: CodeType) -> set[str]:
     """The attributes and globals that `code` reads, and the functions within it."""
-    inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
-    return {*code.co_names}.union(*inner)
+    return {*code.co_names}.union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def is_stock(owner: object, method: str, of: str = "Trainer") -> bool:

@@ -44,7 +44,6 @@ _OPTIONS = {
     "adam_beta2": ("betas", "beta2"),
     "adam_epsilon": ("eps",),
 }
-_ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
 _OF_MIXTURES = "dataset_weights", "dataset_weights_of", "dataset_max_tokens"
 _REORDERS = ("seed", "data_seed", "train_sampling_strategy", "max_batch_tokens", *_OF_MIXTURES)
 _NOTES = dict.fromkeys(_REORDERS, "rows continue in another order") | {
@@ -110,8 +109,7 @@ def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) ->
     """(epoch, rows of it read) of a checkpoint without a position; of steps of another size, by the epoch's share."""
     unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
     # That of `state` is the size of this run by now.
-    size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
-    theirs = rows_per_batch(checkpoint, size)
+    theirs = rows_per_batch(checkpoint, TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size)
     if state.epoch and theirs and loader.total_rows:
         number = max(loader.total_rows // theirs, 1) if loader.drop_last else -(-loader.total_rows // theirs)
         epoch, batches = divmod(round(state.epoch * number), number)
@@ -263,7 +261,7 @@ def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: 
     Raises a `CheckpointError` where another optimizer was chosen, for which the saved state is of no use.
     """
     old, new = changed.get("optim", (None, None))
-    if old != new and not any({old, new} <= names for names in _ONE_STATE):
+    if old != new and not {old, new} <= {"adamw_torch", "adamw_torch_fused"}:
         raise CheckpointError(
             f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot resume "
             f"from it. Set optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and "
@@ -303,7 +301,6 @@ def apply_changes(
         starts = [options.get("initial_lr", options["lr"]) for options in fresh]
         scheduler.base_lrs = [b * (new / old) if old else s for b, s in zip(scheduler.base_lrs, starts, strict=True)]
     if isinstance(scheduler, LambdaLR):
-        rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        for group, base, curve in rates:
+        for group, base, curve in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = base * curve(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -197,9 +197,7 @@ class Scaling:
         owner, known = self.owner, items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
         if known and not items and owner.dist.num_processes == 1 and not owner.dist.uses_deepspeed:
             return False
-        if not self.steps_in_backward or owner.args.on_nonfinite == "warn":
-            return True
-        return bool(torch.isfinite(loss))
+        return not self.steps_in_backward or owner.args.on_nonfinite == "warn" or bool(torch.isfinite(loss))
 
     def divided(
         self, losses: list[torch.Tensor], counts: torch.Tensor, num_items: torch.Tensor | None

@@ -29,9 +29,7 @@ def offloading_problem(device: torch.device) -> str | None:
     """Why activations of `device` cannot be moved away, as a sentence; None if they can."""
     if device.type == "cpu":
         return "Activations are in host memory already, since the model is on the CPU."
-    if device.type == "mps":
-        return "The device shares its memory with the host."
-    return None
+    return "The device shares its memory with the host." if device.type == "mps" else None
 
 
 def offloading(model: nn.Module, device: torch.device) -> OffloadActivations | None:

@@ -288,8 +288,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        parts = torch.distributed.get_world_size(ctx.group)
-        own = gradient.new_empty(gradient.shape[0] // parts, *gradient.shape[1:])
+        own = gradient.new_empty(gradient.shape[0] // torch.distributed.get_world_size(ctx.group), *gradient.shape[1:])
         _reduce_scatter(own, gradient.contiguous(), group=ctx.group)
         return own, None
 

@@ -50,27 +50,24 @@ def _by_name(*given: Any) -> torch.Tensor:
     query, key, value, bounds, longest, scale, window, softcap = given
     sizes: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     sizes |= {"max_length_q": longest, "max_length_k": longest, "sliding_window": window, "softcap": softcap or None}
-    rows = [tensor[None] for tensor in (query, key, value)]
     sizes |= {"attention_mask": None, "query_length": len(query), "is_causal": True, "softmax_scale": scale}
-    found: torch.Tensor = _flash_attention_forward(*rows, **sizes)
+    found: torch.Tensor = _flash_attention_forward(*(tensor[None] for tensor in (query, key, value)), **sizes)
     return found[0]
 
 
 def _by_flash_attn(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    sizes = bounds, bounds, longest, longest
     sees = (-1, -1) if window is None else (window - 1, 0)
     options = {"softmax_scale": scale, "causal": True, "window_size": sees, "softcap": softcap}
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    return flash_attn_varlen_func(query, key, value, *sizes, **options)
+    return flash_attn_varlen_func(query, key, value, bounds, bounds, longest, longest, **options)
 
 
 def _by_torch(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
     from torch.nn.attention import varlen
 
-    sees = (-1 if window is None else window - 1, 0)
-    options = {"scale": scale, "window_size": sees}
+    options = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if query.shape[1] != key.shape[1]:
         if _takes_groups(varlen.varlen_attn):
             options["enable_gqa"] = True
@@ -96,10 +93,6 @@ def bounds_of(segments: Segments, device: torch.device) -> torch.Tensor:
 
 #: Queries, and keys, of a block.
 BLOCK = 128
-#: Tensors of a mask: which blocks of keys those of queries see in part and in full, and by which they are seen.
-BLOCKS = tuple(
-    f"{full}{kind}_{what}" for kind in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
-)
 
 
 @functools.lru_cache(maxsize=8)
@@ -126,11 +119,12 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
         order = blocks.int().argsort(dim=1, descending=True, stable=True)
         listed += [blocks.sum(1)[None, None], order[None, None]]
     partly, partly_at, fully, fully_at = (tensor.to(torch.int32) for tensor in listed)
-    lengths = segments.num_tokens, segments.num_tokens
-    options: dict[str, Any] = {"mask_mod": rule, "seq_lengths": lengths}
+    options: dict[str, Any] = {"mask_mod": rule, "seq_lengths": (segments.num_tokens, segments.num_tokens)}
     made = BlockMask.from_kv_blocks(partly, partly_at, fully, fully_at, BLOCK_SIZE=BLOCK, **options)
     # Which queries see a block of keys is found on the CPU: on a GPU it takes 60 kernels.
-    moved: dict[str, Any] = {name: getattr(made, name).to(device, non_blocking=True) for name in BLOCKS}
+    sides = [f"{full}{side}" for side in ("kv", "q") for full in ("", "full_")]
+    names = [f"{side}_{what}" for side in sides for what in ("num_blocks", "indices")]
+    moved: dict[str, Any] = {name: getattr(made, name).to(device, non_blocking=True) for name in names}
     return BlockMask(BLOCK_SIZE=made.BLOCK_SIZE, **options, **moved)
 
 

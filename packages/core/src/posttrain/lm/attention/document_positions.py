@@ -34,10 +34,7 @@ def invocation_tokens(model: nn.Module) -> list[int]:
 
 
 def invocation_problem(model: nn.Module) -> str | None:
-    """Why no two texts can share a row of `model`, whose adapter begins at tokens of theirs (aLoRA); None if they can.
-
-    peft looks for those tokens once in each row, so the adapter would change the last text alone.
-    """
+    """Why no two texts can share a row of `model`, of which an aLoRA would change the last alone; None if they can."""
     if not invocation_tokens(model):
         return None
     return "The adapter has alora_invocation_tokens, which peft looks for once in each row."

@@ -132,6 +132,4 @@ def _has_padding(known: Known, kwargs: dict[str, Any]) -> bool | None:
     shape, ones = known.masks.get(known.decoder and is_causal, (torch.Size(), False))
     if mask is None or mask.shape != shape or kwargs.get("kv_offset") or kwargs.get("kv_length") != shape[1]:
         return None
-    if getattr(kwargs.get("config"), "model_type", None) != known.model_type:
-        return None
-    return not ones
+    return not ones if getattr(kwargs.get("config"), "model_type", None) == known.model_type else None

@@ -51,8 +51,7 @@ def enable(model: nn.Module) -> None:
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """The routers of a mixture, one for each layer that has experts; none of another model."""
     base = base_model(model)
-    recorded = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorded, "target_class", None)
+    kind = getattr((getattr(base, "_can_record_outputs", None) or {}).get("router_logits"), "target_class", None)
     return [] if kind is None else [module for module in base.modules() if isinstance(module, kind)]
 
 

@@ -25,16 +25,8 @@ from torch import nn
 
 from posttrain.core.data.pipeline import to_device
 from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.models import wrapping
 from posttrain.core.models.trainable import is_quantized
-from posttrain.core.models.wrapping import (
-    PretrainedModel,
-    base_model,
-    is_compiled,
-    is_of_transformers,
-    setting,
-    text_part,
-    unwrap,
-)
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, layout_of, piece_by_piece
 from posttrain.lm.attention.document_kernels import block_mask, bounds_of, document_kernel
@@ -58,7 +50,7 @@ def enable_segments(model: nn.Module, example: ImageExample | None = None) -> No
     """
     if problem := segments_problem(model, example):
         raise ValueError(problem)
-    _set_implementation(text_part(base_model(model)), PREFIX + _underlying(model))
+    _set_implementation(wrapping.text_part(wrapping.base_model(model)), PREFIX + _underlying(model))
 
 
 def segments_problem(model: nn.Module, example: ImageExample | None = None) -> str | None:
@@ -72,17 +64,17 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
     Args:
         example: of a model that sees, what it is tried with instead. Without one, such a model has a problem.
     """
-    base = base_model(model)
+    base = wrapping.base_model(model)
     name = type(base).__name__
-    if not is_of_transformers(base):
+    if not wrapping.is_of_transformers(base):
         return f"{name} is no model of transformers, whose attention can be replaced."
-    if is_compiled(model):
+    if wrapping.is_compiled(model):
         return "The model is compiled, and would be compiled anew for each batch."
     if problem := document_positions.invocation_problem(model):
         return problem
     if problem := reading_problem(base, example):
         return problem
-    if unknown := sorted({*(setting(text_part(base).config, "layer_types") or ())} - {*LAYER_TYPES}):
+    if unknown := sorted({*(wrapping.setting(wrapping.text_part(base).config, "layer_types") or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, which do not keep segments apart."
     if _underlying(model) not in IMPLEMENTATIONS:
         return (
@@ -92,21 +84,23 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
     device = next(base.parameters()).device
     if device.type == "meta":
         return f"{name} is on the meta device, where nothing can be tried."
-    tried = _TRIED.setdefault(unwrap(model), {})
+    tried = _TRIED.setdefault(wrapping.unwrap(model), {})
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     # Where the config asks for the routers' loss, that reads a mask, which segments stand in for.
-    key = device.type, _underlying(model), autocast, bool(setting(text_part(base).config, "output_router_logits"))
+    reads = bool(wrapping.setting(wrapping.text_part(base).config, "output_router_logits"))
+    key = device.type, _underlying(model), autocast, reads
     if key not in tried:
         from torch._subclasses.fake_tensor import FakeTensor
 
         if isinstance(next(base.parameters()), FakeTensor):  # of a memory plan, without numbers
             tried[key] = None
         else:
-            tried[key] = _try(unwrap(model), base, _texts(base) if example is None else _prompts(base, example))
+            trial = _texts(base) if example is None else _prompts(base, example)
+            tried[key] = _try(wrapping.unwrap(model), base, trial)
     return tried[key]
 
 
-def reading_problem(base: PretrainedModel, example: ImageExample | None = None) -> str | None:
+def reading_problem(base: wrapping.PretrainedModel, example: ImageExample | None = None) -> str | None:
     """Why `base` cannot be tried on one row of text, or of text with images like those of `example`, as a sentence.
 
     None if it can.
@@ -114,7 +108,7 @@ def reading_problem(base: PretrainedModel, example: ImageExample | None = None) 
     name = type(base).__name__
     if base.config.is_encoder_decoder:
         return f"{name} reads two rows, one in its encoder and one in its decoder."
-    if text_part(base) is not base and example is None:
+    if wrapping.text_part(base) is not base and example is None:
         return f"{name} sees images, and on such a model rows of text alone are not tried."
     return None
 
@@ -123,13 +117,13 @@ _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None, bo
 
 
 def _underlying(model: nn.Module) -> str:
-    reader = text_part(base_model(model))
+    reader = wrapping.text_part(wrapping.base_model(model))
     if is_flash(reader):
         return without_flash(reader)
     return (reader.config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
-def _set_implementation(base: PretrainedModel, name: str) -> None:
+def _set_implementation(base: wrapping.PretrainedModel, name: str) -> None:
     if name.startswith(PREFIX):
         _register(name.removeprefix(PREFIX))
     if base.config._attn_implementation != name:
@@ -164,13 +158,13 @@ def _trial(parents: tuple[int, ...], pieces: Mapping[str, list[list[int]]]) -> T
     return segments, row, alone
 
 
-def _texts(base: PretrainedModel) -> Trial:
+def _texts(base: wrapping.PretrainedModel) -> Trial:
     lengths, parents = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2)
     row = torch.arange(1, 1 + sum(lengths)).mul(7).remainder(base.config.vocab_size)
     return _trial(parents, {"input_ids": [piece.tolist() for piece in row.split(lengths)]})
 
 
-def _prompts(base: PretrainedModel, example: ImageExample) -> Trial:
+def _prompts(base: wrapping.PretrainedModel, example: ImageExample) -> Trial:
     """Two prompts with an image, the first with two completions behind it and the second with one."""
     (prompt, later), words = example.prompts(), list(example.words)
     first, other = words[:5], words[:1:-1]
@@ -187,8 +181,8 @@ def _prompts(base: PretrainedModel, example: ImageExample) -> Trial:
 
 
 @torch.no_grad()
-def _try(model: nn.Module, base: PretrainedModel, trial: Trial) -> str | None:
-    name, reader, segments = type(base).__name__, text_part(base), trial[0]
+def _try(model: nn.Module, base: wrapping.PretrainedModel, trial: Trial) -> str | None:
+    name, reader, segments = type(base).__name__, wrapping.text_part(base), trial[0]
     before, lengths, plain = reader.config._attn_implementation, segments.lengths, _underlying(base)
     row, texts = to_device(trial[1:], next(base.parameters()).device)
     alone = texts["input_ids"]

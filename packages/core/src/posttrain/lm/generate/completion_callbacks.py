@@ -168,8 +168,7 @@ class LogCompletionsCallback(_Answers):
         if step == self._last_logged_step or not (passed or (every and step % every == 0)):
             return
         self._last_logged_step = step
-        answers = self.answer()
-        rows = [{"prompt": prompt, "completion": text} for prompt, text in answers]
+        rows = [{"prompt": prompt, "completion": text} for prompt, text in self.answer()]
         if any(self.notes):
             rows = [row | {"images": note} for row, note in zip(rows, self.notes, strict=True)]
         self.table += [{"step": step} | row for row in rows]

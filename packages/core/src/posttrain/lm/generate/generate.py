@@ -240,8 +240,7 @@ def padding_id(processing_class: Any, model: nn.Module) -> int:
     """The padding of generated rows: the pad token, or else the eos token. Raises a `ValueError` where there is
     neither.
     """
-    tokenizer = tokenizer_of(processing_class)
-    for source in (tokenizer, generation_config(model), config_of(model)):
+    for source in (tokenizer_of(processing_class), generation_config(model), config_of(model)):
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(source, name, None)
             token = token[0] if isinstance(token, (list, tuple)) else token
@@ -255,8 +254,6 @@ def padding_id(processing_class: Any, model: nn.Module) -> int:
 
 # ---------------------------------------------------------------------------------------------------- one batch
 
-Lean = Callable[[dict[str, Any], Any, dict[str, Any]], torch.Tensor | None]
-
 
 @torch.no_grad()
 def predict_batch(
@@ -268,7 +265,7 @@ def predict_batch(
     label_names: list[str],
     pad_token_id: int,
     synced: bool = False,
-    lean: Lean | None = None,
+    lean: Callable[[dict[str, Any], Any, dict[str, Any]], torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """(loss, generated tokens, labels) of one batch: (), (B x sequences returned of each, T) and (B, L), or None.
 

@@ -25,8 +25,6 @@ from posttrain.lm.images.image_positions import seeing_part
 
 #: Inputs of videos, which have an encoding of their own.
 OF_VIDEOS = re.compile("video|second_per_grid")
-#: Inputs of each image of each row, which models read beside the features, to number positions.
-OF_EACH_ROW = ("image_grid_thw",)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,8 @@ def features_once(model: nn.Module, copies: ImageCopies | None, inputs: Mapping[
     owner = seeing_part(model)
     encode = owner.get_image_features
     names = list(inspect.signature(encode).parameters)
-    once = {name: inputs[name] for name in OF_EACH_ROW if name in inputs}
+    # An input of each image of each row, which models read beside the features, to number positions.
+    once = {name: inputs[name] for name in ("image_grid_thw",) if name in inputs}
     rest = {name: inputs[name] for name in copies.entries if OF_VIDEOS.search(name) and name in inputs}
     shown = dict(inputs) | {name: copies.repeated(name, tensor) for name, tensor in {**once, **rest}.items()}
     if not any(copies.tokens):

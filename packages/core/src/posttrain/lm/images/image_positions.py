@@ -95,6 +95,5 @@ def shared_positions(positions: Iterable[torch.Tensor], groups: Iterable[tuple[i
         found.append(of_prompt[:, :length])
         for size in segments:
             begun = of_prompt[:, length : length + size]
-            rest = torch.arange(1, 1 + size - begun.shape[1])
-            found += [begun, of_prompt[:, -1:] + rest]
+            found += [begun, of_prompt[:, -1:] + torch.arange(1, 1 + size - begun.shape[1])]
     return torch.cat(found, 1).unsqueeze(1)

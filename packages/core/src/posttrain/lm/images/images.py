@@ -312,8 +312,7 @@ def videos_of(row: Mapping[str, Any]) -> list[Video]:
 
 def stored_images(dataset: Any) -> list[str]:
     """Columns of a `datasets.Dataset` that hold images, which reading a row would decode."""
-    features = getattr(dataset, "features", None) or {}
-    return [name for name, feature in features.items() if _holds_image(feature)]
+    return [name for name, feature in (getattr(dataset, "features", None) or {}).items() if _holds_image(feature)]
 
 
 def _holds_image(feature: Any) -> bool:

@@ -125,9 +125,7 @@ def _part(part: Any) -> Any:
         if name in part:
             value = part[name]
             return {"type": "image", "image": value["url"] if isinstance(value, Mapping) and "url" in value else value}
-    if "base64" in part:
-        return {"type": "image", "image": f"data:;base64,{part['base64']}"}
-    return {"type": "image"}
+    return {"type": "image"} | ({"image": f"data:;base64,{part['base64']}"} if "base64" in part else {})
 
 
 def _parts(message: Any) -> list[Any]:
@@ -198,8 +196,7 @@ class VisionProcessor:
     def __init__(self, processor: Any, model: Any = None) -> None:
         check_processor(processor)
         self.processor, self.tokenizer = processor, processor.tokenizer
-        holders = (processor, setting(model, "config"))
-        named = {setting(holder, name) for holder in holders for name in PLACEHOLDERS}
+        named = {setting(holder, name) for holder in (processor, setting(model, "config")) for name in PLACEHOLDERS}
         self.placeholders = frozenset(number for number in named if isinstance(number, int))
         self.image_token_id = image_token_id(model)
         found = processor(text=["a"], add_special_tokens=False)
@@ -322,8 +319,7 @@ class VisionProcessor:
     def _ids_in(self, offsets: Sequence[Mapping[str, Any]]) -> frozenset[int]:
         """The special tokens among those that stand for images."""
         special = self.tokenizer.added_tokens_decoder
-        texts = list({place["replacement"] for place in offsets})
-        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        found = self.tokenizer(list({place["replacement"] for place in offsets}), add_special_tokens=False)["input_ids"]
         return self.placeholders | {token for ids in found for token in ids if token in special}
 
 

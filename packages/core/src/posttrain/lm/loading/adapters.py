@@ -192,8 +192,7 @@ def find_cache_in_generation(model: nn.Module) -> None:
 
 
 def _with_old_name_of_cache(make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    inputs = make(*args, **kwargs)
-    return {"past_key_values" if name == "cache" else name: value for name, value in inputs.items()}
+    return {"past_key_values" if name == "cache" else name: value for name, value in make(*args, **kwargs).items()}
 
 
 def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -203,8 +202,7 @@ def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 def saved_config(folder: str) -> Any:
     """The config of the adapter in `folder`, to train it."""
-    peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {folder}")
-    config = peft.PeftConfig.from_pretrained(folder)
+    config = require("peft", "posttrain-core[peft]", why=f"the adapter in {folder}").PeftConfig.from_pretrained(folder)
     config.inference_mode = False
     return config
 

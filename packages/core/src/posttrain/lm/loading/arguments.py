@@ -15,8 +15,6 @@ from posttrain.lm.loading.adapters import is_same_adapter, saved_config
 from posttrain.lm.loading.loading import DTYPES, is_adapter, loading_problems
 from posttrain.lm.loading.quantization import BITS
 
-TASK_TYPES = ("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-
 
 @dataclass
 class LanguageModelArguments(TrainingArguments):
@@ -74,7 +72,7 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     lora_task_type: str = opt(
         "CAUSAL_LM",
         "Task type given to peft; of a classifier or an encoder-decoder, its own.",
-        choices=TASK_TYPES,
+        choices=("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"),
         needs="use_peft",
     )
     use_rslora: bool = opt(

@@ -84,8 +84,7 @@ def load_causal_lm(
     check_files(os.path.join(path, kwargs.get("subfolder") or ""))
     if is_adapter(path):
         peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {path}")
-        base = base_of_adapter(path)
-        model = load_causal_lm(base, kwargs, None, trust_remote_code, auto_class)
+        model = load_causal_lm(base_of_adapter(path), kwargs, None, trust_remote_code, auto_class)
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     with explain_missing(path, "model"):
         config = _config(path, kwargs)
@@ -229,8 +228,7 @@ def load_tokenizer(
             f"AutoTokenizer.from_pretrained('BASE').save_pretrained({path!r})."
         )
     with explain_missing(path, "tokenizer"):
-        loader = getattr(transformers, auto_class)
-        return loader.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+        return getattr(transformers, auto_class).from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
 
 
 def loading_problems(

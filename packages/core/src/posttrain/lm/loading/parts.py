@@ -40,8 +40,7 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
 
 def _language(base: Any) -> set[nn.Module]:
     """The decoder of text, and what stands outside of the model that sees: a head."""
-    decoder = set(base.get_decoder().modules())
-    return set(base.modules()) - (set(base.model.modules()) - decoder) - {base}
+    return set(base.modules()) - (set(base.model.modules()) - set(base.get_decoder().modules())) - {base}
 
 
 def freeze_others(model: nn.Module, parts: str) -> None:

@@ -265,8 +265,7 @@ class _WithTopK:
         with torch.enable_grad():
             own = log_s.gather(1, ids).masked_fill(known.isinf(), -torch.inf).requires_grad_()
             mine, theirs = (completed(logps, self.measure.add_tail) for logps in (own, known))
-            terms = divergence_terms(mine, theirs, self.measure.beta)
-            losses = terms.sum(1)
+            losses = divergence_terms(mine, theirs, self.measure.beta).sum(1)
             (slope,) = torch.autograd.grad(losses.sum(), own)
         scores[0] = losses.detach()
         slope = slope.nan_to_num(0.0)  # of tokens that are not there

@@ -96,9 +96,8 @@ def sharegpt_to_messages(row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -
     row with a ``conversations`` column, or that column's value. Raises a `DataError` where a turn lacks ``from`` or
     ``value``, or has an unknown speaker.
     """
-    turns = row["conversations"] if isinstance(row, Mapping) else row
     messages = []
-    for turn in turns:
+    for turn in row["conversations"] if isinstance(row, Mapping) else row:
         if "from" not in turn or "value" not in turn:
             raise DataError("a turn has no 'from' or no 'value'")
         if turn["from"] not in ROLES:
@@ -146,8 +145,7 @@ def message_choice(
         value: messages or ShareGPT turns; a message's ``"train": true`` or ``"weight": 1`` wins over its role.
         train_on: roles, "all" or "last" (the assistant's last). None: all; the assistant's if any message is flagged.
     """
-    flagged = any(name in message for message in value for name in MESSAGE_FLAGS)
-    if not flagged and train_on in (None, "all"):
+    if not any(name in message for message in value for name in MESSAGE_FLAGS) and train_on in (None, "all"):
         return None
     roles = [message["role"] if "role" in message else ROLES.get(message.get("from", "")) for message in value]
     if train_on == "last":

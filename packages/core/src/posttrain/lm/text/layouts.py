@@ -74,7 +74,7 @@ def canonical(dataset: Any, tokenizer: Any, kinds: Sequence[str], name: str = "t
     Args:
         kinds: as for `find`, the first that fits. name: of the dataset, for the messages.
     """
-    layout, chats = _layout(columns(dataset), kinds), has_template(tokenizer)
+    layout, chats = _layout(columns(dataset), kinds), template_of(tokenizer) is not None
     if sentence := how_read(dataset, tokenizer, kinds):
         logger.log(logging.INFO if layout else logging.WARNING, "%s: %s", name, sentence)
     if layout is None:
@@ -84,7 +84,7 @@ def canonical(dataset: Any, tokenizer: Any, kinds: Sequence[str], name: str = "t
 
 def how_read(dataset: Any, tokenizer: Any, kinds: Sequence[str]) -> str:
     """What `canonical` does with `dataset`, as a sentence; "" where there is nothing to say."""
-    names, chats = columns(dataset), has_template(tokenizer)
+    names, chats = columns(dataset), template_of(tokenizer) is not None
     if layout := _layout(names, kinds):
         parts = ", ".join(f"{column} as {wanted}" for wanted, column in layout.items())
         return f"reads {parts}, {'in messages of the chat template' if chats else 'as plain text'}."
@@ -97,11 +97,6 @@ def how_read(dataset: Any, tokenizer: Any, kinds: Sequence[str]) -> str:
 def template_of(tokenizer: Any) -> Any | None:
     """The chat template of a tokenizer, or of a processor: a text, or several by name; None without one."""
     return getattr(tokenizer, "chat_template", None)
-
-
-def has_template(tokenizer: Any) -> bool:
-    """Whether the model of `tokenizer` reads conversations."""
-    return template_of(tokenizer) is not None
 
 
 def _layout(columns: Sequence[str], kinds: Iterable[str]) -> dict[str, str] | None:

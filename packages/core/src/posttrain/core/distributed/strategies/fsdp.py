@@ -121,8 +121,7 @@ class ModelParallel(FSDP):
         return self.ep_size > 1 and self.tp_size == 1
 
     def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-        is_split = self.sharding is None and model in self._split
-        return model if is_split else super().shard(model, optimizer)
+        return model if self.sharding is None and model in self._split else super().shard(model, optimizer)
 
     def _division(self) -> division.Division:
         """With all processes by the experts that they keep, as a device mesh."""
@@ -140,7 +139,7 @@ class ModelParallel(FSDP):
             yield
 
     def _is_divided(self, model: nn.Module) -> bool:
-        return sharding.is_sharded(model) or tensor_parallel.is_split(model)
+        return sharding.is_sharded(model) or tensor_parallel.loaded_size(model) > 1
 
     def _clip(self, parameters: Sequence[torch.Tensor], max_norm: float | None) -> torch.Tensor:
         gradients = [p.grad for p in parameters if p.grad is not None]
