@@ -26,6 +26,7 @@ from torch.nn import functional as F
 import posttrain
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.core.logging import trackers
 from tests import tiny
 from tests.contract.trainers import classification_rows, pad
 from tests.core.hub.test_hub import TOKEN, hub, on_hub  # noqa: F401  (hub is a fixture)
@@ -464,6 +465,7 @@ def test_a_tracker_that_is_missing_is_named_with_its_pip_command(tracker, tmp_pa
     def missing():
         raise RuntimeError("it is not installed")
 
+    monkeypatch.setattr(trackers, "_is_installed", lambda name: False)
     monkeypatch.setitem(integrations.INTEGRATION_TO_CALLBACK, tracker, missing)
     with pytest.raises(ImportError, match=f"pip install .*{tracker}"):
         fit(tmp_path, report_to=[tracker])

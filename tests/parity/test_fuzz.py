@@ -764,7 +764,8 @@ def run(name: str, is_theirs: bool, settings: Settings, folder: Path, output: Pa
             trainer.log({key: value for key, value in predicted.metrics.items() if "model_preparation" not in key})
     except RAISED as error:
         if PROCESSES > 1:  # the others may wait for this one
-            sys.exit(REFUSED) if is_theirs else sys.exit(f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            sys.exit(REFUSED if is_theirs or refusal(name, text, arguments) else text)
         return Outcome([], [], f"{type(error).__name__}: {error}")
     state, parameters = trainer.state, trainer.model.named_parameters()
     return Outcome(
@@ -830,7 +831,8 @@ def breaks_windows(settings: Settings) -> bool:
 
 
 def leaves_rows_out(settings: Settings) -> bool:
-    return 24 % (settings["per_device_train_batch_size"] * settings.get("gradient_accumulation_steps", 1)) > 0
+    window = settings["per_device_train_batch_size"] * settings.get("gradient_accumulation_steps", 1)
+    return 24 % (window * PROCESSES) > 0
 
 
 #: Those whose peers read the rows as they are, and not a rollout at a time.
@@ -973,6 +975,7 @@ DOCUMENTED = [
 #: On two processes, besides.
 OF_TWO = [
     Documented(["trainer"], ["test_loss"], "Predictions and metrics have each row once."),
+    Documented(["dpo"], ["order"], "DPO: `sft` is a mean over all tokens", lambda s: "sft" in s.get("loss_type", "")),
     Documented([*PEERS], ["train_loss"], "`train_loss` is a mean over all steps and processes", split),
 ]
 WHOLE = {
