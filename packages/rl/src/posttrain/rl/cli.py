@@ -122,7 +122,9 @@ def _named(name: str, trainer: str, help: str, reads_prompts: bool = False, **ot
 def _preference(
     name: str, trainer: str, help: str, rows: str = "preference", reference: bool = False, loss: str = "logps"
 ) -> Method:
-    """A method on preferences, `rows` of that kind (see `posttrain.rl.preview`); the rest is for `of_preferences`."""
+    """A method that reads preferences, `rows` of that kind (see `posttrain.rl.preview`); `reference` and `loss` as for
+    `of_preferences`.
+    """
     workload = of_preferences(2 if rows == "preference" else 1, reference, loss)
     return _named(name, trainer, help, workload=workload, preview=_lazily("preview:of_preferences", rows))
 

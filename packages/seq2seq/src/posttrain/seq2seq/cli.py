@@ -40,7 +40,9 @@ def run(run: Run) -> None:
 
 
 def load_model(options: Any) -> Any:
-    """The model of a `posttrain.lm.loading.arguments.ModelConfig`, with an encoder where it has one, else causal."""
+    """The model of a `posttrain.lm.loading.arguments.ModelConfig`: with an encoder where it has one, else a causal
+    one.
+    """
     from posttrain.lm.loading import loading
 
     name, kwargs = options.model_name_or_path, options.model_init_kwargs()

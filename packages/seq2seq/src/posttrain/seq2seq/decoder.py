@@ -68,7 +68,9 @@ class DecoderWeights:
 
 
 def read_decoder(model: nn.Module) -> DecoderWeights:
-    """The decoder of `model`, a conditional generation model; an `Unsupported` where its architecture is unknown."""
+    """The decoder of `model`, a conditional generation model of transformers. Raises an `Unsupported` where the decoder
+    has an unknown architecture.
+    """
     decoder = getattr(model, "get_decoder", lambda: None)()
     try:
         if hasattr(decoder, "block"):

@@ -210,7 +210,9 @@ def looks(length: int, search: Search) -> bool:
 
 
 def greedy(steps: Steps, batch: int, search: Search) -> torch.Tensor:
-    """The most probable token at each step: (B, length of the longest row), behind the end of a row the pad token."""
+    """The most probable token at each step: (B, length of the longest row), rows that ended filled up with the pad
+    token.
+    """
     device, limit = search.eos.device, search.config.max_length
     tokens = torch.full((batch, limit), search.pad, dtype=torch.long, device=device)
     tokens[:, 0] = search.start

@@ -21,7 +21,9 @@ def run(run: Run) -> None:
 
 
 def with_mixture(run: Run) -> Any:
-    """The config of `run` with the weights and budgets of its mixture; `ConfigError` where the config gives others."""
+    """The config of `run`, with the weights and budgets that its mixture of datasets was given. Raises a `ConfigError`
+    where the config gives others.
+    """
     config = run.config
     asked = {
         "dataset_weights": ("weights", run.data.weights()),

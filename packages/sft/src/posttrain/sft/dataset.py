@@ -55,7 +55,9 @@ def shuffled(dataset: Any, seed: int) -> Any:
 
 
 def refuse_mixing(args: SFTConfig) -> None:
-    """Reject arguments that mix several datasets, where there is one. Raises a `DataError` that names the first."""
+    """Reject arguments that mix several datasets, where there is one. Raises a `DataError` that names the first of
+    them.
+    """
     asked = {
         "dataset_weights_of='tokens'": args.dataset_weights_of == "tokens",
         "dataset_weights": args.dataset_weights is not None,

@@ -53,7 +53,9 @@ class Mixture:
 
 
 def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
-    """Reject a dict that holds no datasets to mix: a `DataError` if it is empty, or has the splits of one dataset."""
+    """Reject a dict that is not one of datasets to mix. Raises a `DataError` where it is empty, or holds the splits of
+    one dataset.
+    """
     if not parts:
         raise DataError(f"{name}_dataset is an empty dict. Pass a dataset, or several by name.")
     for part, rows in parts.items():
@@ -110,7 +112,9 @@ def _in_force(changes: Mapping[float, Any], place: float) -> Any:
 
 
 def budgets_of(names: tuple[str, ...], budgets: Mapping[str, Any]) -> np.ndarray:
-    """(G,) the most trained tokens of each dataset, infinite without a budget; `DataError` where a budget is wrong."""
+    """(G,) the most trained tokens of each dataset, infinite where `budgets` has none. Raises a `DataError` where a
+    budget is no number of tokens, or is for no dataset.
+    """
     _check_names("dataset_max_tokens", budgets, names)
     for name, budget in budgets.items():
         if not _is_amount(budget) or budget < 1:

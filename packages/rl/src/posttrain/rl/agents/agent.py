@@ -323,7 +323,9 @@ def name_stalled(agent: str, going: Sequence[tuple[Sample, Recorder]]) -> None:
 
 
 def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float | None, dict[str, Any]]:
-    """(the reward that an agent `returned`, or has `given`; its columns for functions); TypeError for anything else."""
+    """(the reward that an agent `returned`, or has `given` on the way; its columns for reward functions). Raises
+    TypeError where it returned something else.
+    """
     columns = dict(returned) if isinstance(returned, Mapping) else {}
     value = columns.pop("reward", None) if isinstance(returned, Mapping) else returned
     with suppress(ValueError, RuntimeError):  # of an array with several numbers
@@ -349,7 +351,9 @@ def turn_rewards(total: float | None, given: Sequence[tuple[int, float]], number
 
 
 def _row(sample: Sample, turns: Sequence[Written], seen: set[int], written: Sequence[Written]) -> Sample:
-    """`sample` with the tokens of a sequence, whose turns not `seen` before are learned from; `written`: all turns."""
+    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before;
+    `written` are all turns of the trajectory.
+    """
     own = next(i for i, turn in enumerate(turns) if id(turn) not in seen)
     seen.update(map(id, turns))
     first, learned = turns[own], turns[own:]

@@ -85,7 +85,9 @@ class Environments:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Calls of tools, failed ones, and conversations that a bound ended, in this thread since last set to 0."""
+        """Tool calls and failed ones of conversations in this thread, and conversations that a bound has ended, since
+        they were last set to 0.
+        """
         numbers: dict[str, int] = vars(self._counts).setdefault("numbers", dict.fromkeys(COUNTED, 0))
         return numbers
 
@@ -293,7 +295,9 @@ def _joined(sample: Sample, turn: Sample) -> Sample:
 
 
 def _reset(environment: Any, row: dict[str, Any]) -> Any:
-    """What ``reset(**row)`` returns; a RuntimeError in place of a ConnectionError, which would be the engine's."""
+    """What its ``reset(**row)`` returns; a RuntimeError where it could not reach something, as a ConnectionError is the
+    engine's.
+    """
     what = f"{type(environment).__name__}.reset() for the row {reprlib.repr(row)}"
     try:
         return background.call(partial(environment.reset, **copied(row)), None, what, "The rollout waits for it.")

@@ -143,7 +143,9 @@ def fields(body: Mapping[str, Any], used: Sequence[str], neutral: Mapping[str, A
 
 
 def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
-    """The text of a message's content: a text, nothing, or parts of these `kinds`; a RequestError if it has others."""
+    """The text of a message's content, which is a text, nothing, or a list of parts of these `kinds`; a RequestError
+    where it has other parts, such as images.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

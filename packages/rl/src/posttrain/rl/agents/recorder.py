@@ -122,7 +122,9 @@ class Recorder:
         self._calls = itertools.count()  # of the trajectory: agents know calls by their ids, also of a history they cut
 
     async def reply(self, request: Request) -> Reply:
-        """The policy's answer; a RequestError if the trajectory has ended, or a bound or chat template refuses it."""
+        """The policy's answer to `request`; a RequestError where the trajectory has ended or reached a bound, or the
+        chat template refuses the conversation.
+        """
         warn_of_ignored(request.ignored)
         if self._ended:
             raise RequestError(ENDED, 410)

@@ -14,7 +14,9 @@ ASKED = ("generate", "reward", "read")
 
 
 class RemoteEpisode:
-    """Stands for the trainer's `posttrain.rl.agents.agent.Episode`: calls its functions; `read` gets an attribute."""
+    """Stands for the trainer's `posttrain.rl.agents.agent.Episode`, whose functions it calls; `read` gets an attribute
+    of it.
+    """
 
     def __init__(
         self, model: str, generate: Callable[..., Any], reward: Callable[[float], None], read: Callable[[str], Any]

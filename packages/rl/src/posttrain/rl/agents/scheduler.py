@@ -177,7 +177,9 @@ def serve(
 
 
 def _new(asked: SimpleQueue[Any], waits: bool, quiet: float, stalled: Callable[[], None]) -> list[Any] | None:
-    """The requests there are, by their places; None after the last. `waits`: for the first, and for what follows it."""
+    """The requests that there are, by their places; None after the last. It `waits` for the first, and for others that
+    come close behind it, such as those of one group.
+    """
     found: list[Any] = []
     is_first = waits
     seconds: float | None = background.SLOW if waits else 0.0

@@ -110,7 +110,9 @@ class A2POTrainer(RolloutTrainer):
         return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def estimate_values(self) -> None:
-        """Let the policy, still the reference, complete prompts of unknown value; apply ``filter_all_incorrect``."""
+        """Let the policy, which is the reference as yet, complete the prompts whose value is not known, and leave out
+        those of ``filter_all_incorrect``.
+        """
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval": self.eval_dataset}
         rows = {key_of(row["prompt"]): row for data in (self.train_dataset, *sets.values()) for row in data or ()}
         if not self.reference_rewards:
@@ -170,7 +172,9 @@ class A2POTrainer(RolloutTrainer):
         return {"reference": state.get("fingerprint")} | {name: value_of(args, name) for name in names}
 
     def value(self, prompt: Any) -> float:
-        """The estimated value of a prompt under the best policy; a DataError if the reference did not complete it."""
+        """The estimated value of a prompt under the best policy. Raise DataError if it was not among those that the
+        reference completed.
+        """
         if (rewards := self.reference_rewards.get(key_of(prompt))) is None:
             raise DataError(f"No value was estimated of the prompt {prompt!r}. Call train() or estimate_values().")
         scaled = torch.tensor(rewards, dtype=torch.float32) / self.args.beta1

@@ -67,7 +67,9 @@ class CPOConfig(PreferenceConfig):
 
     @classmethod
     def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """``loss_type="alphapo"``, which is simpo without the chosen completion's likelihood, and with an alpha."""
+        """``loss_type="alphapo"``, which is simpo without the likelihood of the chosen completion, and with an
+        alpha.
+        """
         kwargs = super().accept_old_names(kwargs)
         if kwargs.get("loss_type") == "alphapo":
             kwargs = {"cpo_alpha": 0.0} | kwargs | {"loss_type": "simpo"}

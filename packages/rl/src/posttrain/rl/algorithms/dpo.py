@@ -126,7 +126,9 @@ def bco_pair(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
 
 
 def sppo_hard(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
-    r"""SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675, eq. 4.7, wins 1 and 0: ratios to :math:`\pm1/2\beta`."""
+    r"""SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675, eq. 4.7 with wins of 1 and 0: ratios to
+    :math:`\pm 1/2\beta`.
+    """
     return (pairs.chosen_ratio - 0.5 / beta) ** 2 + (pairs.rejected_ratio + 0.5 / beta) ** 2
 
 

@@ -173,7 +173,9 @@ class GOLDTrainer(GKDTrainer):
 
 
 def tokens_of(row: Mapping[str, Any], codec: PromptCodec, context: int | None = None) -> dict[str, list[int]]:
-    """``input_ids`` of a row and ``completion_mask``, 1 at those of its completion, which the full `context` cuts."""
+    """``input_ids`` of the prompt and the completion of a row, and ``completion_mask``, 1 at those of the latter, which
+    is cut where the `context` is full.
+    """
     row = prompt_and_completion(row)
     prompt, written = row["prompt"], row.get("completion")
     ids = codec.encode(prompt)

@@ -145,7 +145,9 @@ class OnlineDPOTrainer(RolloutTrainer):
         return replace(scores, rewards=rewards)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
-        """(N,) 1 for the better completion of a pair, the first of equal ones; -1 for the worse; 0 without rewards."""
+        """(N,) 1 for the better completion of each pair, the first of two equal ones; -1 for the worse; 0 for both of
+        a pair without rewards.
+        """
         pairs = total_rewards(rewards, self.rewards.weights).view(-1, 2)
         first = torch.where(pairs[:, 0] >= pairs[:, 1], 1.0, -1.0)
         first = torch.where(pairs.isnan().any(1), 0.0, first)

@@ -287,7 +287,9 @@ def self_distillation(
 
 
 def rewritten(prompt: Any, make: Callable[[str], str]) -> Any:
-    """`prompt` with ``make(text)`` for its text, or its last message's; DataError if that message is not the user's."""
+    """`prompt` with ``make(text)`` in place of its text, or of that of its last message. Raise DataError if the last
+    message is not the user's.
+    """
     if isinstance(prompt, str):
         return make(prompt)
     *before, last = prompt

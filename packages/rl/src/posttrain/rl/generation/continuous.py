@@ -48,7 +48,9 @@ class ContinuousGenerator:
         self.model: nn.Module | None = None  # that of `sync_weights`
 
     def sync_weights(self, model: nn.Module) -> None:
-        """Generate with `model` itself, nothing is copied. Raise ValueError if an adapter puts virtual tokens first."""
+        """Generate with `model` itself, so there is nothing to copy. Raise ValueError if an adapter puts virtual tokens
+        before each text.
+        """
         refuse_virtual_tokens(model, "transformers' continuous batching")
         self.model = unwrap(model)
 

@@ -64,7 +64,9 @@ def attention_set(model: PretrainedModel, name: str) -> Iterator[None]:
 
 
 def decoding_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within, the forward of `model`, or of its decoder of text if it sees, takes ``decoding`` and must be given it."""
+    """Within this context the forward of `model` takes ``decoding``, and must be given it; of a model that sees, its
+    decoder of text does.
+    """
     from transformers import AttentionInterface
 
     # Without a mask function transformers makes no masks; a `Decoding` handles visibility.
@@ -222,7 +224,9 @@ def _attention_function(
 
 
 class _Projection(NamedTuple):
-    """``x @ weight + bias``, added to any `total`; the weight is (inputs, outputs), in oneDNN (outputs, inputs)."""
+    """``x @ weight + bias``, added to `total` if there is one; the weight is (inputs, outputs), or (outputs, inputs) in
+    oneDNN's layout.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None

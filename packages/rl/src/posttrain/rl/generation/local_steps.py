@@ -95,7 +95,9 @@ class LocalSteps:
         most: Sequence[int] | None = None,
         images: RolloutImages | None = None,
     ) -> Call:
-        """Begin `n` completions of each prompt, of `most` tokens (None: ``max_new_tokens``); `seeds`: as `generate`."""
+        """Begin `n` completions of each prompt, of `most` tokens each; None: ``max_new_tokens``. For `seeds` see
+        `Generator.generate`.
+        """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         self._calls.append(Call(self, prompts, n, sampling, seeds, most, images))

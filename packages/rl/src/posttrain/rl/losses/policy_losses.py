@@ -251,7 +251,9 @@ AVERAGES = {
 def summed(
     of_tokens: torch.Tensor, mask: torch.Tensor, average: str, trajectories: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> (). See `of_trajectory`."""
+    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> (). For `trajectories` see
+    `of_trajectory`.
+    """
     masked = of_tokens * mask
     if average == "sequences":
         return (masked.sum(1) / of_trajectory(mask.sum(1), trajectories).clamp(min=1)).sum()

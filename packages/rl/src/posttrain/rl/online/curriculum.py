@@ -49,7 +49,9 @@ class CurriculumArguments:
 
 
 class Curriculum:
-    """Chooses prompts of a dataset by their pass rates: (prompts,) float64, NaN for those not sampled yet."""
+    """The prompts of a dataset that are chosen, by their pass rates: (prompts,) float64, NaN for those not sampled
+    yet.
+    """
 
     def __init__(self, dataset: Any, args: CurriculumArguments, seed: int) -> None:
         self.dataset, self.args, self.seed = dataset, args, seed
@@ -57,7 +59,9 @@ class Curriculum:
         self._reach: torch.Tensor | None = None  # the sum of the weights up to each prompt
 
     def choose(self, rows: list[dict[str, Any]], places: Sequence[int], rollout: int) -> list[dict[str, Any]]:
-        """`rows` with others in place of some: the same one in all rows of a prompt, at its `places` in the rollout."""
+        """`rows`, some of which others have taken the place of: the same one in all rows of a prompt, whose `places` in
+        the rollout are given.
+        """
         chosen: dict[int, dict[str, Any]] = {}
         for row, place in zip(rows, places, strict=True):
             if place not in chosen and NUMBER in row:
@@ -83,7 +87,9 @@ class Curriculum:
         return int(torch.searchsorted(self._reach, drawn * total, right=True))
 
     def update(self, passed: Sequence[tuple[int, float]]) -> None:
-        """Count completions of a rollout: the number of each one's prompt, and if it passed, 0 or 1; NaN: not known."""
+        """Count completions of one rollout: the number of the prompt of each, and whether it passed, 0 or 1; NaN: not
+        known.
+        """
         found: dict[int, list[float]] = {}
         for number, value in passed:
             if value == value:

@@ -165,7 +165,9 @@ def pass_at_k(num: int, passed: int, k: int) -> float:
 
 
 def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> str | None:
-    """A warning if a record shows that nothing was learned, `from_rewards` perhaps, or something wrong; else None."""
+    """A warning if a log record shows that nothing was learned, `from_rewards` perhaps, or that something is wrong;
+    else None.
+    """
     if not any(logs.get(f"agent/{name}", 1) for name in ("turns", "failed", "cut/tokens", "cut/seconds")):
         return (
             "No episode has asked the policy, so there was nothing to learn. The agent must send its requests to "
@@ -368,7 +370,9 @@ def _png(image: Any) -> dict[str, Any]:
 
 
 def _storable(value: Any, with_images: bool) -> Any:
-    """`value` with messages as JSON-like texts, images as files; without `with_images`, no parts that have one."""
+    """`value` with messages as text of JSON-like parts, and images as files; parts with an image are left out unless
+    `with_images`.
+    """
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, list) and all(hasattr(one, "save") for one in value):

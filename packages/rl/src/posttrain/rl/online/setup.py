@@ -118,7 +118,9 @@ def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Envir
 def check_invocation(
     dataset: Any, codec: PromptCodec, environments: Environments, invocation: Sequence[int], refuses: bool
 ) -> None:
-    """Warn of prompts without `invocation`, the tokens at which aLoRA begins; a DataError instead, if `refuses`."""
+    """Warn of prompts to train on without `invocation`, the tokens at which the adapter begins (aLoRA); a DataError
+    instead, if `refuses`.
+    """
     if not invocation or dataset is None or is_stream(dataset) or "prompt" not in dataset[0]:
         return
     prompts = (tokens_of(dataset[number], codec, environments) for number in range(len(dataset)))
@@ -172,7 +174,9 @@ def shares_prompts(
 
 
 def enable_router_replay(model: nn.Module, sees: bool) -> None:
-    """Let `model` replay the experts chosen in sampling; a ValueError where it cannot, or `sees` images of prompts."""
+    """Let `model` replay the experts chosen in sampling; a ValueError where it cannot, or prompts have images
+    (`sees`).
+    """
     problem = "rows with images are not laid out with their routes." if sees else router_replay.problem_of(model)
     if problem:
         raise ValueError(f"router_replay=True: {problem} Set it to False.")

@@ -11,7 +11,9 @@ from posttrain.lm.loading import loading
 
 
 def refuse_other_models(model: Any, needs_config: bool = False, decodes_alone: bool = False) -> None:
-    """Raise TypeError if `model` predicts no next tokens, lacks a config, or `decodes_alone` and has an encoder."""
+    """Raise TypeError if `model` does not predict next tokens, or lacks a config that is needed, or has an encoder and
+    must decode alone.
+    """
     is_model = isinstance(model, nn.Module)
     base = wrapping.base_model(model) if is_model else model
     if not is_model or (needs_config and wrapping.config_of(base) is None) or loading.has_other_head(base):

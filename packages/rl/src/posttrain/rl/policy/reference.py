@@ -137,7 +137,9 @@ class Reference:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
-        """The inverse of `state_dict`. Raise CheckpointError if the run in `where` began with another reference."""
+        """The inverse of `state_dict`. Raise CheckpointError if this reference is not the one that the run in `where`
+        began with.
+        """
         own = self.weights() if self._state is None else {}
         kept = state.get("weights") if self._state is None else None
         known = {"fingerprint": fingerprint(own)} if self._state is None else self._state
@@ -311,7 +313,9 @@ def make_reference(
 
 
 def check_vocabulary(given: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
-    """Raise ValueError where the `given` reference lacks ids of `tokenizer` (or processor) that the policy has."""
+    """Raise ValueError where the reference that was `given` lacks ids of `tokenizer`, or its processor, that the policy
+    has.
+    """
     known, own = (embeddings.id_limits(model).get("input_ids", math.inf) for model in (given, policy))
     if known < min(own, len(tokenizer_of(tokenizer))):
         raise ValueError(
@@ -467,7 +471,9 @@ class BEMACallback(bema.BEMACallback):
 
 
 def movers(callbacks: Iterable[Any], policy: nn.Module, is_precomputed: bool = False) -> list[BEMACallback]:
-    """Those of `callbacks` that move the reference of `policy`, to be given one; ValueError if it cannot be moved."""
+    """Those of `callbacks` that move the reference of `policy`; give them one as `reference`. Raise ValueError if the
+    reference cannot be moved.
+    """
     found = [one for one in callbacks if isinstance(one, BEMACallback) and one.update_ref_model]
     if found and wrapping.is_peft_model(policy):
         raise ValueError(

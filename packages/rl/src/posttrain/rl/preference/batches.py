@@ -46,7 +46,9 @@ class Completions:
 def pair_metrics(
     chosen: Completions, rejected: Completions, rewards: torch.Tensor, logp_of: Callable[[Completions], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | int]]:
-    """(name, sum, count) of what is logged of B pairs: rewards (B, 2), and log-probabilities `logp_of` a side, (B,)."""
+    """(name, sum, count) of what is logged of B pairs with rewards (B, 2). `logp_of` a side gives the log-probabilities
+    that are logged, (B,).
+    """
     pairs, totals = len(rewards), rewards.sum(0)
     for i, (name, side) in enumerate((("chosen", chosen), ("rejected", rejected))):
         yield f"rewards/{name}", totals[i], pairs

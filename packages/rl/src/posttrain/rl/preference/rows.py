@@ -216,7 +216,9 @@ class PreferencePreparation(RowPreparation):
         return vars(draft) | draft.kept | tokens
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Tokens]:
-        """Prepare a batch of rows, the dataset's `indices`. Raise DataError at a faulty row, if those are errors."""
+        """Prepare a batch of rows, the dataset's `indices`. Raise DataError if a row is faulty, and faulty rows are
+        errors.
+        """
         drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
         for draft in drafts:
             draft.fault = draft.fault or next(filter(None, map(tokenization.unreadable, draft.texts)), "")

@@ -332,7 +332,9 @@ class PreferenceTrainer(LanguageModelTrainer):
         return True
 
     def _choose_layout(self, models: list[nn.Module], args: Any, tokenizer: Any) -> None:
-        """Whether prompts are shared, and why if not; `models`: the policy and the reference, if it is another."""
+        """Whether prompts are shared, and the reason if not; `models` are the policy and the reference, if it is
+        another.
+        """
         model = models[0]
         self.router_aux_loss_coef = loading.router_coefficient(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0

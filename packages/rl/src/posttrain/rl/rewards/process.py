@@ -264,7 +264,9 @@ class _Worker:
             self.end(f"it ended with exit code {code}{' (killed by a signal)' if code < 0 else ''}")
 
     def _asked(self, call: int, question: bytes) -> None:
-        """Call a function for the process and reply. `question`: 8 bytes of a number, pickled name and arguments."""
+        """Call a function of that call for the process, and send what it returns. `question`: 8 bytes of a number, and
+        pickled its name and arguments.
+        """
         answer: Future[Any] = Future()
         try:
             name, args, kwargs = pickle.loads(question[8:])

@@ -22,7 +22,9 @@ TASK = "AutoModelForSequenceClassification"
 
 
 def score_class(config: Any) -> type:
-    """The class of models of this vision-language config with ``config.num_labels`` outputs; TypeError without one."""
+    """The class of models with this vision-language config and a head of ``config.num_labels`` outputs; a TypeError
+    where transformers has no model for that config.
+    """
     import transformers
 
     known: Any = transformers.AutoModelForSequenceClassification._model_mapping
@@ -81,7 +83,9 @@ def load_reward_model(
 
 
 def new_reward_model(config: Any, **kwargs: Any) -> nn.Module:
-    """A new model of this config with a head of ``config.num_labels`` outputs; `kwargs` are of ``from_config``."""
+    """A model with this config and a head of ``config.num_labels`` outputs, with new weights; `kwargs` as transformers'
+    ``from_config`` takes them.
+    """
     import transformers
 
     if not sees_images(config):

@@ -307,7 +307,9 @@ def _short(value: Any, length: int = 300) -> str:
 
 
 def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
-    """The `available` arguments that `function` names, all for ``**kwargs``; DataError where it needs another one."""
+    """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``. Raises
+    DataError where it needs one that is not there.
+    """
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for parameter in named:
@@ -337,7 +339,9 @@ class GroupScores:
         self._threads = ThreadPoolExecutor(threads, "posttrain-score", background.keep_device())
 
     def ended(self, place: int, sample: Sample) -> None:
-        """The completion at `place` is `sample`: its group is scored if it was the last. Raises another's error."""
+        """The completion at `place` is `sample`: its group is scored if it was the last. Raises what another group
+        could not be scored for.
+        """
         for scores in self._scores.values():
             if scores.done():
                 scores.result()

@@ -111,7 +111,9 @@ class GroupedStream(IterableDataset):
 
 
 def require_prompts(dataset: Any, at_least: int) -> None:
-    """Raise DataError where a training dataset has fewer prompts than one rollout takes, with what sets that number."""
+    """Raise DataError where a training dataset has fewer prompts than one rollout takes, with what decides on their
+    number.
+    """
     if has_length(dataset) and len(dataset) < at_least:
         raise DataError(
             f"train_dataset has {len(dataset)} prompts and one rollout needs {at_least} (generation_batch_size / "
@@ -168,7 +170,9 @@ def rows_listed(numbers: list[int]) -> str:
 
 
 def context_length(config: Any, engine: int | None = None) -> int | None:
-    """Tokens of prompt and completion together that the model and the `engine` read at most; None: any number."""
+    """Tokens of prompt and completion together that a model reads at most, and the `engine`, where it has a limit of
+    its own; None: there is none.
+    """
     return min(filter(None, (context_of(config), engine)), default=None)
 
 
@@ -336,7 +340,9 @@ class PromptCodec:
         return behind(written, whole, len(end), self.tokenizer)
 
     def encode_completion(self, prompt: Any, completion: Any) -> list[int]:
-        """The tokens of a given completion, a text or the messages that follow, and its end; DataError if neither."""
+        """The tokens of a completion that is given, with the one that ends it: a text, or the messages that follow; a
+        DataError where it is neither.
+        """
         if isinstance(prompt, str):
             if not isinstance(completion, str):
                 raise DataError(f"the prompt is a text, and its completion is of type {type(completion).__name__}")
@@ -357,7 +363,9 @@ class PromptCodec:
         return found
 
     def protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
-        """How the chat template calls and answers tools with these schemas; a ValueError where it cannot."""
+        """How tools with these schemas are called and answered under the chat template; a ValueError where they cannot
+        be.
+        """
         names = tuple(argument_types(schemas))
         if names not in self._protocols:
             self._protocols[names] = self.make_protocol(schemas)

@@ -167,7 +167,9 @@ def complete_in_room(
     context: int | None,
     complete: Callable[[list[Sample], Sampling], list[Sample]],
 ) -> list[Sample]:
-    """`samples` completed as `sampling` says, with less room near the end of `context`; one call for each such room."""
+    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`; `complete` is called
+    once for all samples with the same room.
+    """
     by_room: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         by_room.setdefault(room_for(sample, sampling.max_new_tokens, context), []).append(place)
@@ -180,7 +182,9 @@ def complete_in_room(
 
 
 def room_for(sample: Sample, most: int, context: int | None) -> int:
-    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of `context`; DataError if none."""
+    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`; a DataError where
+    none.
+    """
     if (room := room_left(sample, most, context)) < 1:
         raise DataError(
             f"A prompt has {len(sample.prompt_ids)} tokens, and the model reads at most {context} of prompt and "

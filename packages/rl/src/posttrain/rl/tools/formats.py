@@ -270,7 +270,9 @@ def _with_delimiters(delimiter: str) -> Callable[[str, Types], list[Call]]:
 
 
 def _one(opening: str, closing: str, call: Any = None) -> dict[str, Any]:
-    """The field of a JSON call between two marks; `call`: where name and arguments are; None: `opening` has `name`."""
+    """The field of one call in JSON between two marks; `call`: where its name and arguments stand in the JSON; None:
+    `opening` has a group `name`.
+    """
     function = {"name": "{name}", "arguments": "{content}"} if call is None else call
     return {
         "open_pattern": rf"\s*{opening.replace('(?P<id>', '(?:')}", "close_pattern": rf"{closing}\s*", "repeats": True,

@@ -93,7 +93,9 @@ class Thoughts:
 
 
 class ResponseMarks:
-    """The marks that a chat template, `source` of a `tokenizer`, writes around the parts of an assistant's turn."""
+    """The marks that a chat template, `source`, writes around the parts of an assistant's turn; `tokenizer` knows
+    special tokens.
+    """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
         self.tokenizer, self.source = tokenizer, source

@@ -87,7 +87,9 @@ LOSSES: dict[str, Loss] = {
 
 
 def find_loss(name: str, given: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
-    """(the loss `name`, its options with those `given`); a ValueError where one is unknown, missing, or no number."""
+    """(the loss `name`, its options, of which a request has `given` some); a ValueError where there is no such loss, or
+    an option is unknown, missing, or no number.
+    """
     if name not in LOSSES:
         raise ValueError(
             f"loss_fn={name!r} is not done here; there are {', '.join(LOSSES)}{did_you_mean(name, LOSSES, '.')} "

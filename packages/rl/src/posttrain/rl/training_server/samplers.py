@@ -171,7 +171,9 @@ def _kind(config: Any | None) -> str:
 
 
 def read_request(base: Base, ends: tuple[int, ...], body: dict[str, Any]) -> Request:
-    """What a client asks of a sampler; ValueError for what is not done. `ends`: tokens that end answers by default."""
+    """What a client asks of a sampler; a ValueError where that is not done here. `ends` are the tokens that end an
+    answer, unless the request says otherwise.
+    """
     if asked := [name for name in NOT_DONE if body.get(name)]:
         raise ValueError(f"{asked[0]} is not done by this server; leave it out")
     chunks, given, longest = body["prompt"]["chunks"], body["sampling_params"], base.max_length
