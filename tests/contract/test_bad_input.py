@@ -138,7 +138,7 @@ def test_other_arguments_that_cannot_work_are_refused_with_what_can(tmp_path):
         ({"formatting_func": "x"}, TypeError, "formatting_func", "'x'"),
         ({"formatting_func": lambda row: row["question"]}, DataError, "formatting_func", "row 0", "question", "text"),
         ({"processing_class": None}, ValueError, "Pass processing_class"),
-        ({"model_init_kwargs": {"dtype": "float32"}}, ValueError, "model_init_kwargs", "a model was passed"),
+        ({"model_init_kwargs": {"dtype": "float32"}}, ValueError, "model_init_kwargs", "A model was passed"),
         ({"assistant_only_loss": True}, DataError, "assistant_only_loss=True needs conversations", "rows 0"),
         ({"completion_only_loss": True}, DataError, "prompt and completion", "assistant_only_loss"),
     ):

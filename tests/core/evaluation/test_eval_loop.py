@@ -204,7 +204,7 @@ kept, _, _ = eval_loop.run(batches, predict, count_items=lambda b: 4, metrics=Me
 print((peak() - before) / (kept.predictions.nbytes / 2**20))
 """
     done = programs.run(["-c", code], check=True)
-    assert 1 < float(done.stdout) < 1.6  # 320 MiB, two blocks of 40 and a batch are 1.28
+    assert 1 < float(done.stdout) < 1.8  # 320 MiB, two blocks of 40 and a batch are 1.28; held twice they are 2
 
 
 def test_a_metric_is_found_with_and_without_its_prefix_and_a_wrong_one_lists_the_rest():
