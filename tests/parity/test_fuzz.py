@@ -975,6 +975,7 @@ DOCUMENTED = [
 #: On two processes, besides.
 OF_TWO = [
     Documented(["trainer"], ["test_loss"], "Predictions and metrics have each row once."),
+    Documented(["gkd"], ["order"], "GKD on several processes has the gradient of one."),
     Documented(["dpo"], ["order"], "DPO: `sft` is a mean over all tokens", lambda s: "sft" in s.get("loss_type", "")),
     Documented([*PEERS], ["train_loss"], "`train_loss` is a mean over all steps and processes", split),
 ]
