@@ -86,7 +86,7 @@ def build_loader(rows, is_training, args, collate_fn, sampler=None, device="cpu"
         data_collator=collate_fn,
         data_seed=vars(args).get("seed", 0),
         dist=SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device)),
-        scaling=SimpleNamespace(gathers_rows=False, needs_whole_batches=False),
+        scaling=SimpleNamespace(read_by_loss=set),
         id_limits=lambda: limits or {},
         without_unused_columns=lambda dataset, collator, description: (dataset, collator),
     )

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: A loss that reads one of these needs as many rows on each process, or may divide rows by the size, as rerankers do.
+GATHERING = {"all_gather", "all_gather_into_tensor", "all_gather_tensor"}
+BATCH_SIZE = {"train_batch_size", "per_device_train_batch_size"}
+
 
 class Loaders:
     """Makes the loaders of the trainer that owns it, and keeps those whose workers persist: ``kept[key]`` is (dataset,
@@ -85,8 +89,9 @@ class Loaders:
         gathers rows through torch.
         """
         owner, args = self.owner, self.owner.args
-        if not owner.scaling.gathers_rows:
-            return owner.scaling.needs_whole_batches and not makes_batches
+        read = owner.scaling.read_by_loss()
+        if read.isdisjoint(GATHERING):
+            return not makes_batches and not read.isdisjoint(BATCH_SIZE)
         if makes_batches or (pipeline.is_stream(dataset) and not args.dataloader_drop_last):
             why, remedy = "the last batch of a stream is short", "dataloader_drop_last=True"
             if makes_batches:
@@ -119,16 +124,15 @@ class Loaders:
         """`loader` with a position and a part for each process; see `posttrain.core.data.pipeline.adopt`. Where the
         processes would not read the same first, or not as much, each keeps what it reads, and they stay in step.
         """
-        dist = self.owner.dist
+        dist, scaling = self.owner.dist, self.owner.scaling
         given: dict[str, Any] = {"seed": self.owner.data_seed, "is_training": is_training}
-        scaling = self.owner.scaling
         given["whole"] = not scaling.is_own_loss  # it may gather rows, of which each process has as many
         if dist.world_size > 1 and not isinstance(loader, pipeline.Loader):
             length = len(loader) if pipeline.has_length(loader) else None
             read = pipeline.first_read(loader, self.owner.data_seed), length
             first = dist.gather_patiently(read, "that all have a loader")
             given |= {"rank": dist.rank, "world_size": dist.world_size, "own_rows": len({*first}) > 1}
-            given["fills"] = scaling.needs_whole_batches
+            given["fills"] = not scaling.read_by_loss().isdisjoint(GATHERING | BATCH_SIZE)
             if given["own_rows"]:
                 logger.info("The given %s has other rows for each process: none are dealt.", type(loader).__name__)
         adopted = pipeline.adopt(loader, **given)

@@ -25,8 +25,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
         return {}
     head, classes, found = None, wrapping.setting(config, "num_labels") or 0, dict[str, Any]()
     found["context"] = context_of(config)
-    inputs = wrapping.input_embedding(base)
-    if inputs is not None:
+    if (inputs := wrapping.input_embedding(base)) is not None:
         found["input_ids"] = getattr(inputs, "num_embeddings", None)
         head = wrapping.output_embedding(base)
         found["labels"] = getattr(head, "out_features", None)

@@ -75,8 +75,7 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
         )
     if is_peft_model(model) and hasattr(base, "enable_input_require_grads") and not vars(base).get(_HOOKS):
         base.enable_input_require_grads()
-    inputs = input_embedding(base)
-    if not options["use_reentrant"] and vars(base).get(_HOOKS) and inputs is not None:
+    if not options["use_reentrant"] and vars(base).get(_HOOKS) and (inputs := input_embedding(base)) is not None:
         # transformers lets the inputs of all parts require a gradient: a frozen vision tower is computed backwards.
         base.disable_input_require_grads()
         setattr(base, _HOOKS, [inputs.register_forward_hook(make_inputs_require_grads)])

@@ -64,9 +64,9 @@ def is_ours(owner: object, method: str) -> bool:
 _FRAMEWORKS = {"accelerate", "builtins", "numpy", "peft", "posttrain", "torch", "transformers"}
 
 
-def loss_reads(owner: Any, *names: str) -> bool:
-    """Whether the user's loss or model, or what it calls by a name that can be found without running it, reads one of
-    `names`: methods, functions of other modules, and the modules and objects that the trainer holds.
+def read_by_loss(owner: Any) -> set[str]:
+    """The names that the user's loss or model reads, or what it calls by a name that can be found without running it:
+    methods, functions of other modules, and the modules and objects that the trainer holds.
     """
     own, seen, found = [vars(owner), *map(vars, owner.__class__.__mro__)], set(), set()
     left: list[Any] = [owner.compute_loss, owner.compute_loss_func, owner.training_step, owner.prediction_step]
@@ -92,7 +92,7 @@ def loss_reads(owner: Any, *names: str) -> bool:
         known = [value.__globals__, *own]
         known += [vars(one) for name in read if isinstance(one := value.__globals__.get(name), ModuleType)]
         left += [scope[name] for scope in known for name in read if name in scope]
-    return not found.isdisjoint(names)
+    return found
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -48,25 +49,17 @@ class Scaling:
         #: `compute_loss` of the trainer, where another stands in its place.
         self.covered: Callable[..., Any] | None = None
         theirs = self.factor > 1 and self.objective.takes_count and not override_checks.is_ours(owner, "compute_loss")
-        ways = {("num_processes", "world_size"): self._doubled, ("get_world_size",): self._doubled_in_torch}
+        read = self.read_by_loss() if theirs else set()
         #: Trials of whether a loss is multiplied with the processes, by what it reads.
-        self.trials = [way for names, way in ways.items() if theirs and override_checks.loss_reads(owner, *names)]
+        self.trials = [trial for names, trial in _TRIALS.items() if not read.isdisjoint(names)]
         if self.trials:
             self.objective.times, self.objective.is_open = None, True
             # And does so only where there is a count, which transformers gives in training alone.
             self.objective.counts_evaluation = False
 
-    @property
-    def gathers_rows(self) -> bool:
-        """Whether the loss gathers rows through torch, as the trainer is now: each process then needs as many."""
-        gathering = "all_gather", "all_gather_into_tensor", "all_gather_tensor"
-        return self.owner.dist.world_size > 1 and override_checks.loss_reads(self.owner, *gathering)
-
-    @property
-    def needs_whole_batches(self) -> bool:
-        """Whether it does, or may divide rows by the batch size of the arguments, as rerankers do."""
-        size = "train_batch_size", "per_device_train_batch_size"
-        return self.gathers_rows or (self.owner.dist.world_size > 1 and override_checks.loss_reads(self.owner, *size))
+    def read_by_loss(self) -> set[str]:
+        """The names that a loss or model of the user's reads, as the trainer is now; with one process none."""
+        return override_checks.read_by_loss(self.owner) if self.owner.dist.world_size > 1 else set()
 
     @contextlib.contextmanager
     def as_of_transformers(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> Iterator[None]:
@@ -136,41 +129,14 @@ class Scaling:
         loss = self.covered or self.owner.compute_loss
         return None if inputs is None else scale_check.loss_ratio(loss, model, inputs, num_items, self.owner, **how)
 
-    @contextlib.contextmanager
-    def _doubled(self) -> Iterator[None]:
-        """Within this context scripts read twice as many processes; what accelerate's functions read stays."""
-        owner, accelerator, world = self.owner, self.owner.accelerator, 2 * self.owner.args.world_size
-        processes = 2 * accelerator.num_processes
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(type(accelerator), "num_processes", property(lambda _: processes)))
-            # Until someone makes an `AcceleratorState`.
-            stack.enter_context(replaced(accelerator.state, "num_processes", processes))
-            stack.enter_context(replaced(environment, "world_size", lambda: world))
-            for name in vars(owner).keys() & {"num_processes", "world_size"}:  # what a script has kept
-                stack.enter_context(replaced(owner, name, 2 * vars(owner)[name]))
-            yield
-
-    @contextlib.contextmanager
-    def _doubled_in_torch(self) -> Iterator[None]:
-        """Within this context `torch.distributed.get_world_size()` gives twice as many processes; of a group it does
-        not, and a loss that gathers by it may fail.
-        """
-        of_group = torch.distributed.distributed_c10d._get_group_size
-        with replaced(
-            torch.distributed.distributed_c10d,
-            "_get_group_size",
-            lambda group: of_group(group) * (2 if group is None else 1),
-        ):
-            yield
-
     def _count_processes(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` multiplies its loss with the number of processes, over which gradients are
         averaged. Raises ValueError where it multiplies a part of it.
         """
         owner = self.owner
-        for doubled in self.trials:
+        for trial in self.trials:
             try:
-                ratio = self._ratio(model, inputs, num_items, otherwise=doubled)
+                ratio = self._ratio(model, inputs, num_items, otherwise=functools.partial(trial, owner))
             except Exception as error:  # it may cut by their number what it has gathered
                 ratio = 1.0, 0.0
                 logger.warning(
@@ -220,6 +186,38 @@ class Scaling:
             if parameter.grad is not None:
                 local_part(parameter.grad).mul_(factor)
         return [loss * factor for loss in losses], counts
+
+
+@contextlib.contextmanager
+def _doubled(owner: Trainer) -> Iterator[None]:
+    """Within this context scripts read twice as many processes; what accelerate's functions read stays."""
+    accelerator, world = owner.accelerator, 2 * owner.args.world_size
+    processes, kept = 2 * accelerator.num_processes, vars(owner).keys() & {"num_processes", "world_size"}
+    changes: list[tuple[Any, str, Any]] = [
+        (type(accelerator), "num_processes", property(lambda _: processes)),
+        (accelerator.state, "num_processes", processes),  # until someone makes an `AcceleratorState`
+        (environment, "world_size", lambda: world),
+        *((owner, name, 2 * vars(owner)[name]) for name in kept),  # by a script
+    ]
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(replaced(*change))
+        yield
+
+
+@contextlib.contextmanager
+def _doubled_in_torch(owner: Trainer) -> Iterator[None]:
+    """Within this context `torch.distributed.get_world_size()` gives twice as many processes; of a group it does not,
+    and a loss that gathers by it may fail.
+    """
+    c10d = torch.distributed.distributed_c10d
+    size = c10d._get_group_size
+    with replaced(c10d, "_get_group_size", lambda group: size(group) * (2 if group is None else 1)):
+        yield
+
+
+#: By the names of which a loss reads one.
+_TRIALS = {("num_processes", "world_size"): _doubled, ("get_world_size",): _doubled_in_torch}
 
 
 def declared_kind(owner: Trainer) -> str | None:
